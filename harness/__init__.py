@@ -1,0 +1,1 @@
+"""The measuring room: declares pairs, checks them, times them, records and judges."""

@@ -1,0 +1,1 @@
+"""The pairs: one technique a file, grouped by family."""

@@ -1,0 +1,1 @@
+"""Attention: exact, without the S×S matrix in memory."""

@@ -1,0 +1,1 @@
+"""Kernel fusion: fewer bytes through memory for the same mathematics."""

@@ -1,0 +1,1 @@
+"""Training and decoding over several ranks."""

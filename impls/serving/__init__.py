@@ -1,0 +1,1 @@
+"""Serving: caches, schedulers and an engine."""

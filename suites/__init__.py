@@ -1,0 +1,1 @@
+"""Workloads as plain data, and the asv classes over them."""
