@@ -34,21 +34,15 @@ METRICS: dict[str, Metric] = {
         "Peak allocated above what was allocated before the call, in a pass of its own.",
         judged=True,
     ),
-    "absolute_memory": Metric(
-        "B", "lower", "Absolute peak memory", "Peak allocated, inputs and weights included."
-    ),
+    "absolute_memory": Metric("B", "lower", "Absolute peak memory", "Peak allocated, inputs and weights included."),
     "reserved_memory": Metric("B", "lower", "Reserved memory", "What the allocator held at the peak."),
     "device_memory": Metric("B", "lower", "Device memory", "What NVML says the process held."),
     "mfu": Metric("1", "higher", "MFU", "Model FLOPs over the dense peak of the dtype really used."),
     "mbu": Metric("1", "higher", "MBU", "Least bytes over the datasheet's memory bandwidth."),
     "flops_rate": Metric("FLOP/s", "higher", "FLOP rate", "Model FLOPs over the median latency."),
     "bandwidth": Metric("B/s", "higher", "Bandwidth", "Least bytes over the median latency."),
-    "floor_share": Metric(
-        "1", "higher", "Share of the floor", "The floor of the workload over the median latency."
-    ),
-    "speedup": Metric(
-        "1", "higher", "Speedup over baseline", "Ratio of medians, from paired rounds.", judged=True
-    ),
+    "floor_share": Metric("1", "higher", "Share of the floor", "The floor of the workload over the median latency."),
+    "speedup": Metric("1", "higher", "Speedup over baseline", "Ratio of medians, from paired rounds.", judged=True),
     "speedup_peer": Metric(
         "1",
         "higher",
@@ -76,9 +70,7 @@ METRICS: dict[str, Metric] = {
         "Time between consecutive tokens of a request, the first excluded.",
         judged=True,
     ),
-    "itl_p90": Metric(
-        "s", "lower", "ITL, p90", "Time between consecutive tokens of a request, the first excluded."
-    ),
+    "itl_p90": Metric("s", "lower", "ITL, p90", "Time between consecutive tokens of a request, the first excluded."),
     "itl_p99": Metric(
         "s",
         "lower",
@@ -86,41 +78,21 @@ METRICS: dict[str, Metric] = {
         "Time between consecutive tokens of a request, the first excluded.",
         judged=True,
     ),
-    "tpot_p50": Metric(
-        "s", "lower", "TPOT, median", "(End-to-end minus TTFT) over (tokens minus one), per request."
-    ),
-    "tpot_p90": Metric(
-        "s", "lower", "TPOT, p90", "(End-to-end minus TTFT) over (tokens minus one), per request."
-    ),
-    "tpot_p99": Metric(
-        "s", "lower", "TPOT, p99", "(End-to-end minus TTFT) over (tokens minus one), per request."
-    ),
+    "tpot_p50": Metric("s", "lower", "TPOT, median", "(End-to-end minus TTFT) over (tokens minus one), per request."),
+    "tpot_p90": Metric("s", "lower", "TPOT, p90", "(End-to-end minus TTFT) over (tokens minus one), per request."),
+    "tpot_p99": Metric("s", "lower", "TPOT, p99", "(End-to-end minus TTFT) over (tokens minus one), per request."),
     "e2e_p50": Metric("s", "lower", "End to end, median", "Arrival of a request to its last token."),
     "e2e_p90": Metric("s", "lower", "End to end, p90", "Arrival of a request to its last token."),
     "e2e_p99": Metric("s", "lower", "End to end, p99", "Arrival of a request to its last token."),
     "output_rate": Metric(
         "tokens/s", "higher", "Output tokens/s", "Tokens emitted over the span of the run.", judged=True
     ),
-    "goodput": Metric(
-        "requests/s", "higher", "Goodput", "Requests that met the stated SLO over the span of the run."
-    ),
-    "failed_requests": Metric(
-        "1", "lower", "Failed requests", "Share of requests that failed or were refused."
-    ),
-    "cache_hit_rate": Metric(
-        "1", "higher", "Cache hit rate", "Prompt tokens found in the cache over prompt tokens."
-    ),
-    "acceptance_length": Metric(
-        "tokens", "higher", "Acceptance length", "Tokens emitted per verification step."
-    ),
-    "cost_per_mtok": Metric(
-        "1/Mtok", "lower", "Cost per million tokens", "Price of the GPU hours over output tokens."
-    ),
+    "goodput": Metric("requests/s", "higher", "Goodput", "Requests that met the stated SLO over the span of the run."),
+    "failed_requests": Metric("1", "lower", "Failed requests", "Share of requests that failed or were refused."),
+    "cache_hit_rate": Metric("1", "higher", "Cache hit rate", "Prompt tokens found in the cache over prompt tokens."),
+    "acceptance_length": Metric("tokens", "higher", "Acceptance length", "Tokens emitted per verification step."),
+    "cost_per_mtok": Metric("1/Mtok", "lower", "Cost per million tokens", "Price of the GPU hours over output tokens."),
     "preemptions": Metric("1", "lower", "Preemptions", "Requests preempted, over requests."),
-    "cache_waste": Metric(
-        "1", "lower", "Cache wasted", "Reserved cache slots that never held a token, over reserved."
-    ),
-    "running_requests": Metric(
-        "requests", "higher", "Requests running", "Mean number of requests running at once."
-    ),
+    "cache_waste": Metric("1", "lower", "Cache wasted", "Reserved cache slots that never held a token, over reserved."),
+    "running_requests": Metric("requests", "higher", "Requests running", "Mean number of requests running at once."),
 }

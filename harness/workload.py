@@ -51,9 +51,7 @@ class Workload:
             return dims[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"workload {self.__dict__.get('name')!r} has no dimension {name!r}; it has {sorted(dims)}"
-        )
+        raise AttributeError(f"workload {self.__dict__.get('name')!r} has no dimension {name!r}; it has {sorted(dims)}")
 
     @property
     def ranks(self) -> int:
@@ -104,21 +102,15 @@ def parse_workload(technique: str, raw: Mapping[str, Any], where: str) -> Worklo
     for key, value in raw.items():
         if key in RESERVED:
             continue
-        if not isinstance(value, (int, float, str, bool)) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
-            raise UsageError(
-                f"{where}: workload {name!r}: dimension {key!r} must be a finite scalar, got {value!r}"
-            )
+        if not isinstance(value, (int, float, str, bool)) or (isinstance(value, float) and not math.isfinite(value)):
+            raise UsageError(f"{where}: workload {name!r}: dimension {key!r} must be a finite scalar, got {value!r}")
         dims[key] = value
     direction = dims.get("direction", "forward")
     if direction not in DIRECTIONS:
         raise UsageError(f"{where}: workload {name!r}: {unknown('direction', str(direction), DIRECTIONS)}")
     ranks = dims.get("ranks", 1)
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-        raise UsageError(
-            f"{where}: workload {name!r}: ranks must be a whole number of at least 1, got {ranks!r}"
-        )
+        raise UsageError(f"{where}: workload {name!r}: ranks must be a whole number of at least 1, got {ranks!r}")
     return Workload(technique=technique, name=name, tier=tier, dtype=dtype, dims=dims)
 
 
