@@ -115,7 +115,7 @@ def _judge_tensor(
     verdict.tensors[name] = entry
     shares = [(errors.rms, rms_bound, "root mean square"), (errors.largest, max_bound, "largest element")]
     for error, bound, what in shares:
-        if verdict.bound == 0 and verdict.error == 0 or _share(error, bound) > _share(verdict.error, verdict.bound):
+        if (verdict.bound == 0 and verdict.error == 0) or _share(error, bound) > _share(verdict.error, verdict.bound):
             verdict.tensor, verdict.error, verdict.bound = name, error, bound
         if error > bound:
             verdict.fail(f"{name}: error {error:.3g} ({what}) over the bound {bound:.3g} of {tolerance.rule}")

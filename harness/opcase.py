@@ -53,6 +53,8 @@ class OpCase:
             self._diff = ()
             return
         self._diff = self._differentiable(inputs)
+        for name in self._diff:
+            self.buffers[name].requires_grad_(True)
         if not self._diff:
             raise UsageError("no input to differentiate: name them in Pair(differentiable=...)")
         if self.direction == "backward":
@@ -141,9 +143,7 @@ class OpCase:
                 buffer.copy_(source)
             return buffer
         own = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device)
-        own.copy_(source)
-        name_can_grad = self.direction != "forward" and source.is_floating_point()
-        return own.requires_grad_(name_can_grad)
+        return own.copy_(source)
 
 
 def op_builder(pair: Pair, variant: Variant) -> Callable[[Workload, Context], Any]:

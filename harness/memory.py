@@ -1,0 +1,88 @@
+"""Peak memory of one call, in a pass of its own: above what was held before it, and in absolute terms.
+
+On a GPU the caching allocator counts. On a CPU the kernel's high-water mark of resident memory does, after it was
+reset, so that no earlier peak is inherited; where it cannot be reset there is no figure, and the reason says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+PROC = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. ``peak`` is above what was allocated before the call; ``absolute`` counts all that the case holds.
+
+    ``reason`` says why there is no figure.
+    """
+
+    peak: int | None = None
+    absolute: int | None = None
+    reserved: int | None = None
+    device: int | None = None
+    reason: str = ""
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes held now: by tensors on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.memory_allocated(device))
+    trim()
+    return _status("VmRSS") or 0
+
+
+def measure(call: Callable[[], None], device: torch.device, others: int, device_used: int | None = None) -> Memory:
+    """Runs the call once and reads its peak.
+
+    others: bytes that were held before the case was built; the absolute peak is counted above them.
+    device_used: the process's memory by NVML, where it answered.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        return Memory(peak - before, peak - others, torch.cuda.max_memory_reserved(device), device_used)
+    trim()
+    try:
+        (PROC / "clear_refs").write_text("5")
+    except OSError as err:
+        return Memory(reason=f"the high-water mark of resident memory cannot be reset here: {err}")
+    before = _status("VmRSS")
+    call()
+    peak_cpu = _status("VmHWM")
+    if before is None or peak_cpu is None:
+        return Memory(reason="/proc/self/status gives no VmRSS and VmHWM here")
+    return Memory(max(0, peak_cpu - before), max(0, peak_cpu - others))
+
+
+def trim() -> None:
+    """Gives freed heap pages back, so that reuse of them does not hide what a call needs."""
+    gc.collect()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (AttributeError, OSError):
+        return
+
+
+def _status(key: str) -> int | None:
+    try:
+        lines = (PROC / "status").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return None
