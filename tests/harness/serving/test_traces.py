@@ -132,7 +132,7 @@ def test_a_limit_stops_reading_early(tmp_path: Path) -> None:
     ("text", "match"),
     [
         ("", "begins with ''"),
-        ("a,b,c\n1,2,3\n", "expected the header"),
+        ("a,b,c\n1,2,3\n", "expected TIMESTAMP"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no row .* it is empty"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1\n", "t.txt:2: TIMESTAMP"),
         ("[{]", "not JSON"),
