@@ -1,0 +1,64 @@
+"""What the kernel tests share: the comparison with a float64 oracle, and compilation for a GPU that is not here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+ROOT = Path(__file__).parents[2]
+
+
+def _assert_near(actual: torch.Tensor, oracle: torch.Tensor, units: float = 4.0) -> None:
+    assert actual.shape == oracle.shape
+    got, want = actual.double(), oracle.double()
+    assert torch.equal(got.isnan(), want.isnan()), "NaN is not where the plain formula puts it"
+    infinite = want.isinf()
+    assert torch.equal(got.isinf(), infinite), "inf is not where the plain formula puts it"
+    assert torch.equal(got[infinite], want[infinite]), "inf has another sign"
+    finite = want.isfinite()
+    if not finite.any():
+        return
+    got, want = got[finite], want[finite]
+    bound = units * UNIT[actual.dtype] * want.abs().max().item()
+    error = (got - want).abs()
+    worst = int(error.argmax())
+    assert error[worst].item() <= bound, (
+        f"{int((error > bound).sum())} of {error.numel()} elements are off by more than {bound:.3g}; the worst "
+        f"is {got[worst].item()} instead of {want[worst].item()}"
+    )
+
+
+@pytest.fixture(scope="session")
+def assert_near() -> Callable[..., None]:
+    """assert_near(actual, oracle, units=4): the largest error within `units` roundings of the largest magnitude.
+
+    NaN and inf must stand where the oracle has them. `oracle` is float64 on the same inputs.
+    """
+    return _assert_near
+
+
+@pytest.fixture(scope="session")
+def compile_for_hopper() -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Compile jobs (see hopper_compile.py) for compute capability 9.0; no GPU is needed."""
+
+    def run(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+        script = Path(__file__).with_name("hopper_compile.py")
+        process = subprocess.run(
+            [sys.executable, str(script)], input=json.dumps(jobs), env=environment, capture_output=True, text=True
+        )
+        assert process.returncode == 0, process.stderr
+        reports: list[dict[str, Any]] = json.loads(process.stdout)
+        return reports
+
+    return run
