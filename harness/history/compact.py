@@ -23,35 +23,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import StoreError
+from harness.history.flat import FlatTable, flatten
 from harness.history.folders import Entry
 
 if TYPE_CHECKING:
     from harness.history.store import Store
 
-TEXT_KEYS: Final = (
-    "type",
-    "id",
-    "run",
-    "time",
-    "commit",
-    "branch",
-    "gpu",
-    "machine",
-    "technique",
-    "family",
-    "kind",
-    "layer",
-    "variant",
-    "peer",
-    "workload",
-    "workload_id",
-    "dtype",
-    "tier",
-    "status",
-    "reason",
-)
-NUMBER_KEYS: Final = ("schema", "method", "ranks")
-FLAG_KEYS: Final = ("dirty",)
+#: What a compacted row has beside the record's flat columns.
+LINE_COLUMNS: Final = {"file": "string", "number": "int32", "line": "string"}
 
 #: Lines held in memory before they are written as a row group, in bytes.
 GROUP_BYTES: Final = 32 << 20
@@ -84,60 +63,29 @@ def require_pyarrow() -> Any:
     return parquet
 
 
-def parquet_schema() -> Any:
-    """The columns of a compacted file."""
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            *((key, pa.int32()) for key in NUMBER_KEYS),
-            *((key, pa.bool_()) for key in FLAG_KEYS),
-            *((key, pa.string()) for key in TEXT_KEYS),
-            ("file", pa.string()),
-            ("number", pa.int32()),
-            ("line", pa.string()),
-        ]
-    )
-
-
-def _row(record: dict[str, Any], file: str, number: int, line: bytes) -> dict[str, Any]:
-    row: dict[str, Any] = {"file": file, "number": number, "line": line.rstrip(b"\n").decode()}
-    for key in NUMBER_KEYS:
-        value = record.get(key)
-        row[key] = value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**31 else None
-    for key in FLAG_KEYS:
-        value = record.get(key)
-        row[key] = value if isinstance(value, bool) else None
-    for key in TEXT_KEYS:
-        value = record.get(key)
-        row[key] = None if value is None else str(value)
-    return row
-
-
 class LineFile:
     """A Parquet file of lines in the making."""
 
     def __init__(self, path: Path) -> None:
-        self._schema = parquet_schema()
-        self._writer = require_pyarrow().ParquetWriter(path, self._schema, compression="zstd", compression_level=3)
-        self._rows: list[dict[str, Any]] = []
+        self._table = FlatTable(LINE_COLUMNS)
+        self._writer = require_pyarrow().ParquetWriter(
+            path, self._table.schema(), compression="zstd", compression_level=3
+        )
         self._bytes = 0
         self.records = 0
 
     def add(self, record: dict[str, Any], file: str, number: int, line: bytes) -> None:
         """Add one line with the record that it holds."""
-        self._rows.append(_row(record, file, number, line))
+        self._table.add({**flatten(record), "file": file, "number": number, "line": line.rstrip(b"\n").decode()})
         self._bytes += len(line)
         self.records += 1
         if self._bytes >= GROUP_BYTES:
             self._flush()
 
     def _flush(self) -> None:
-        import pyarrow as pa
-
-        if self._rows:
-            self._writer.write_table(pa.Table.from_pylist(self._rows, schema=self._schema))
-        self._rows, self._bytes = [], 0
+        if self._table.count:
+            self._writer.write_table(self._table.take())
+        self._bytes = 0
 
     def close(self) -> None:
         """Write what is left and the footer."""
