@@ -65,11 +65,13 @@ def judge(
     oracle: Mapping[str, Any],
     result: Mapping[str, Any],
     baseline: Mapping[str, Any] | None,
+    is_baseline: bool = False,
 ) -> Verdict:
     """Judges a result by the pair's rule.
 
     oracle: the trusted result by name. result: the variant's. baseline: the baseline's own result on the same
-    inputs, None when the baseline is the one judged, or when it could not run.
+    inputs, None when there is none (it did not fit), which leaves the bound of one rounding. is_baseline: the result
+    is the baseline's, whose own error sets the others' bound, so that it is held to a wide bound of its own.
     """
     verdict = Verdict(tolerance.rule)
     if tolerance.rule == "tokens":
@@ -80,7 +82,7 @@ def judge(
         return verdict.fail("the result " + " and ".join(parts))
     for name, truth in oracle.items():
         other = None if baseline is None else baseline.get(name)
-        _judge_tensor(verdict, tolerance, dtype, name, truth, result[name], other)
+        _judge_tensor(verdict, tolerance, dtype, name, truth, result[name], other, is_baseline)
     return verdict
 
 
@@ -92,6 +94,7 @@ def _judge_tensor(
     truth: torch.Tensor,
     got: torch.Tensor,
     baseline: torch.Tensor | None,
+    is_baseline: bool,
 ) -> None:
     form = _form_problem(name, truth, got, baseline)
     if form is not None:
@@ -110,7 +113,7 @@ def _judge_tensor(
         verdict.fail(f"{name} is {place[1]} at {place[0]} where the oracle is {place[2]}")
         return
     errors = distance(truth, got)
-    rms_bound, max_bound = _bounds(tolerance, dtype, truth, errors, baseline)
+    rms_bound, max_bound = _bounds(tolerance, dtype, truth, errors, baseline, is_baseline)
     entry = {"error": errors.rms, "bound": rms_bound, "error_max": errors.largest, "bound_max": max_bound}
     verdict.tensors[name] = entry
     shares = [(errors.rms, rms_bound, "root mean square"), (errors.largest, max_bound, "largest element")]
@@ -122,7 +125,12 @@ def _judge_tensor(
 
 
 def _bounds(
-    tolerance: Tolerance, dtype: str, truth: torch.Tensor, errors: Errors, baseline: torch.Tensor | None
+    tolerance: Tolerance,
+    dtype: str,
+    truth: torch.Tensor,
+    errors: Errors,
+    baseline: torch.Tensor | None,
+    is_baseline: bool,
 ) -> tuple[float, float]:
     if tolerance.rule == "lossy":
         if tolerance.bound is None:
@@ -132,8 +140,10 @@ def _bounds(
         relative = tolerance.bound or RANKS_BOUND.get(dtype, UNIT.get(dtype, 2.0**-8) * 4)
         return relative * errors.oracle_rms, math.inf
     one = UNIT.get(dtype, 2.0**-8) * errors.oracle_max
-    if baseline is None:
+    if is_baseline:
         return BASELINE_SLACK * one, BASELINE_SLACK * one
+    if baseline is None:
+        return one, one
     own = distance(truth, baseline)
     return max(2 * own.rms, one), max(2 * own.largest, one)
 

@@ -60,12 +60,12 @@ def measure(call: Callable[[], None], device: torch.device, others: int, device_
         (PROC / "clear_refs").write_text("5")
     except OSError as err:
         return Memory(reason=f"the high-water mark of resident memory cannot be reset here: {err}")
-    before = _status("VmRSS")
+    resident = _status("VmRSS")
     call()
-    peak_cpu = _status("VmHWM")
-    if before is None or peak_cpu is None:
+    highest = _status("VmHWM")
+    if resident is None or highest is None:
         return Memory(reason="/proc/self/status gives no VmRSS and VmHWM here")
-    return Memory(max(0, peak_cpu - before), max(0, peak_cpu - others))
+    return Memory(max(0, highest - resident), max(0, highest - others))
 
 
 def trim() -> None:

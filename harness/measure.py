@@ -1,0 +1,409 @@
+"""Measures one workload of one pair: check, memory, time, check again. Knows cases, and nothing of techniques.
+
+Order of events, every step announced so that a death belongs to it:
+
+1. the oracle and the baseline on the first inputs; then each variant is built, run once (first-run cost), checked, and
+   its memory read while only it is loaded;
+2. the variants that passed are timed in interleaved rounds (:mod:`harness.sampling`);
+3. on fresh inputs, with the outputs poisoned, all that were timed are checked again, in the opposite order.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from harness import memory, opcase
+from harness.check import Verdict, judge, judge_scored
+from harness.clock import WallClock, clock_for, inner_calls
+from harness.conditions import Watch
+from harness.errors import PairbenchError
+from harness.job import Events, MeasureJob
+from harness.pair import Context, Inputs, Pair, Variant
+from harness.ranked import Agreement, RankedClock
+from harness.requires import Here, interpreted, unmet
+from harness.sampling import MIN_SAMPLES, Lane, Plan, Series, sample_all
+from harness.workload import Workload
+
+LOW_PRECISION = ("bfloat16", "float16")
+
+
+@dataclass
+class Entry:
+    """One variant on its way through the measurement."""
+
+    name: str
+    variant: Variant
+    case: Any = None
+    status: str = ""
+    reason: str = ""
+    before: int = 0
+    costs: dict[str, float] = field(default_factory=dict)
+    check: Verdict | None = None
+    memory: memory.Memory | None = None
+    parts: dict[str, Any] = field(default_factory=dict)
+
+    def end(self, status: str, reason: str, **parts: Any) -> None:
+        """Settles what became of the variant."""
+        self.status, self.reason = status, reason
+        self.parts.update(parts)
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing has gone wrong so far."""
+        return not self.status
+
+
+class Measurement:
+    """One workload of one pair in this process (and its ranks)."""
+
+    def __init__(self, pair: Pair, workload: Workload, job: MeasureJob, agreement: Agreement, events: Events) -> None:
+        self.pair, self.workload, self.job = pair, workload, job
+        self.agreement, self.events = agreement, events
+        self.device = torch.device(job.device)
+        self.ctx = Context(
+            device=self.device,
+            dtype=getattr(torch, workload.dtype),
+            seed=job.seed,
+            rank=agreement.rank,
+            world=agreement.world,
+            model_path=job.model_path,
+            trace_path=job.trace_path,
+        )
+        self.entries = [Entry(name, pair.variant(name)) for name in job.variants]
+        self._inputs: Inputs | None = None
+
+    def run(self, mesh: Any = None) -> None:
+        """Measures everything and reports every variant, whatever happens to one of them."""
+        self.ctx.mesh = mesh
+        self._sort_out()
+        started = time.perf_counter()
+        checked = self._check_all(self._draw(0), first=True)
+        spent = time.perf_counter() - started
+        if self.job.timing and checked:
+            self._time_all()
+            self._check_all(self._draw(1), first=False)
+        for entry in self.entries:
+            self._report(entry, spent)
+        self._close()
+
+    # -- what can run here ------------------------------------------------------------------------------------------
+
+    def _sort_out(self) -> None:
+        here = here_of(self.device, self.agreement.world)
+        for entry in self.entries:
+            skip = self.job.skip.get(f"{self.workload.name}/{entry.name}")
+            reason = skip or unmet(entry.variant.requires, here)
+            if reason is None and entry.variant.compiled and self.workload.tier == "smoke":
+                reason = "compilation is not part of the smoke tier"
+            if reason is None and entry.variant.supports is not None:
+                reason = entry.variant.supports(self.workload)
+            if reason is None and self.job.timing and interpreted(entry.variant.requires, here):
+                reason = "a Triton kernel on a CPU runs through the interpreter, whose time is not performance"
+            if reason is not None:
+                entry.end("skipped", reason)
+
+    # -- inputs, oracle, check --------------------------------------------------------------------------------------
+
+    def _draw(self, round_: int) -> Inputs:
+        seed = self.job.seed * 1000 + round_ + 1
+        values = self.pair.inputs(self.workload, replace(self.ctx, seed=seed))
+        return Inputs(values, seed)
+
+    def _build(self, entry: Entry) -> Any:
+        make = opcase.op_builder(self.pair, entry.variant) if self.pair.kind == "op" else entry.variant.fn
+        return make(self.workload, self.ctx)
+
+    def _truth(self, inputs: Inputs) -> tuple[Mapping[str, Any] | None, Any, str]:
+        """The oracle's result (rank 0 only), its case, and why there is none."""
+        if self.agreement.rank != 0:
+            return None, None, ""
+        self.events.begin(self.workload.name, "oracle", "check")
+        alone = replace(self.ctx, rank=0, world=1, mesh=None)
+        make = opcase.op_oracle(self.pair) if self.pair.kind == "op" else self.pair.oracle
+        try:
+            case = make(self.workload, alone)
+            case.load(inputs)
+            for _ in range(self.pair.check_runs):
+                case.run()
+            return case.result(), case, ""
+        except torch.OutOfMemoryError as err:
+            return None, None, f"the oracle does not fit in memory here: {_line(err)}"
+
+    def _check_all(self, inputs: Inputs, first: bool) -> bool:
+        """Checks every variant that is still alive; True when any is left. The second time order is reversed."""
+        self._inputs = inputs
+        alive = [e for e in self.entries if e.alive]
+        if not alive:
+            return False
+        truth, oracle_case, why = self._truth(inputs)
+        why = self.agreement.tell(why)
+        if why:
+            for entry in alive:
+                entry.end("oom" if entry.name == "baseline" else "error", why)
+            return False
+        baseline: Mapping[str, Any] | None = None
+        rest = [e for e in alive if e.name != "baseline"]
+        for entry in [*(e for e in alive if e.name == "baseline"), *(rest if first else reversed(rest))]:
+            self.events.begin(self.workload.name, entry.name, "check" if first else "recheck")
+            result = self._guarded(entry, lambda e=entry: self._result(e, inputs, first))
+            if result is None:
+                continue
+            if self.agreement.rank == 0 and truth is not None:
+                started = time.perf_counter()
+                verdict = self._guarded(
+                    entry, lambda e=entry, r=result, b=baseline: self._judge(e, truth, oracle_case, r, b)
+                )
+                entry.costs["check_s"] = entry.costs.get("check_s", 0.0) + time.perf_counter() - started
+                self._settle_check(entry, verdict, first)
+            entry.status, entry.reason = self.agreement.tell((entry.status, entry.reason))
+            if entry.name == "baseline" and entry.alive:
+                baseline = result
+            if first and entry.alive and self.job.timing:
+                self._guarded(entry, lambda e=entry: self._memory(e, inputs))
+            self._rest(entry)
+        if oracle_case is not None and hasattr(oracle_case, "close"):
+            oracle_case.close()
+        return any(e.alive for e in self.entries)
+
+    def _settle_check(self, entry: Entry, verdict: Verdict | None, first: bool) -> None:
+        if verdict is None:
+            return
+        entry.check = verdict
+        if not verdict.passed:
+            when = "" if first else "after timing, on fresh inputs: "
+            entry.end("wrong", when + verdict.reason)
+
+    def _judge(
+        self,
+        entry: Entry,
+        truth: Mapping[str, Any],
+        oracle_case: Any,
+        result: Mapping[str, Any],
+        baseline: Mapping[str, Any] | None,
+    ) -> Verdict:
+        scored = self.pair.tolerance.rule == "tokens" and self.workload.dtype in LOW_PRECISION
+        if scored and hasattr(oracle_case, "score"):
+            return judge_scored(oracle_case.score(result))
+        return judge(self.pair.tolerance, self.workload.dtype, truth, result, baseline, entry.name == "baseline")
+
+    def _result(self, entry: Entry, inputs: Inputs, first: bool) -> Mapping[str, Any]:
+        """Builds the case when it is not there, runs it on these inputs and gives a copy of what it found."""
+        if entry.case is None:
+            memory.trim()
+            entry.before = memory.allocated(self.device)
+            started = time.perf_counter()
+            entry.case = self._build(entry)
+            entry.costs["build_s"] = time.perf_counter() - started
+        case = entry.case
+        if hasattr(case, "poison"):
+            case.poison()
+        case.load(inputs)
+        started = time.perf_counter()
+        case.run()
+        self._fence()
+        if first:
+            entry.costs["compile_s"] = entry.costs["build_s"] + time.perf_counter() - started
+        for _ in range(self.pair.check_runs - 1):
+            case.run()
+        result = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.result().items()}
+        if isinstance(case, opcase.OpCase) and self.agreement.rank == 0:
+            changed = set(case.changed_inputs(inputs)) - set(entry.variant.changes)
+            if changed:
+                raise UndeclaredChange(f"it overwrites its inputs {sorted(changed)} and does not say so")
+        return result
+
+    def _memory(self, entry: Entry, inputs: Inputs) -> None:
+        self.events.begin(self.workload.name, entry.name, "memory")
+        started = time.perf_counter()
+        case = entry.case
+        case.load(inputs)
+        if hasattr(case, "release"):
+            case.release()
+        found = memory.measure(case.run, self.device, entry.before)
+        peak, absolute, reserved = (self._most(v) for v in (found.peak, found.absolute, found.reserved))
+        entry.memory = replace(found, peak=peak, absolute=absolute, reserved=reserved)
+        entry.costs["memory_s"] = time.perf_counter() - started
+
+    def _most(self, value: int | None) -> int | None:
+        """The largest over the ranks; None where no rank has a figure."""
+        most = max(self.agreement.gather(-1.0 if value is None else float(value)))
+        return None if most < 0 else int(most)
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _time_all(self) -> None:
+        entries = [e for e in self.entries if e.alive]
+        try:
+            self._sample(entries, apart=False)
+        except torch.OutOfMemoryError:
+            # Together they do not fit: each then has the memory to itself, in alternating blocks.
+            for entry in entries:
+                self._rest(entry)
+            self._sample(entries, apart=True)
+
+    def _sample(self, entries: list[Entry], apart: bool) -> None:
+        inputs = self._inputs
+        assert inputs is not None
+        clocks: dict[str, RankedClock] = {}
+        lanes = []
+        for entry in entries:
+            self.events.begin(self.workload.name, entry.name, "time")
+            clocks[entry.name] = RankedClock(clock_for(self.pair.kind, self.device), self.agreement)
+            lanes.append(self._lane(entry, clocks[entry.name], inputs, apart or entry.variant.exclusive))
+        plan = Plan(
+            budget=self.job.budget_s,
+            least=MIN_SAMPLES[self.pair.kind],
+            exactly=self.job.samples,
+            seed=self.job.seed,
+            decide=self.agreement.decide,
+            shuffle=self.agreement.tell,
+        )
+        watch = Watch(self.job.device)
+        watch.start()
+        started = time.perf_counter()
+        series = sample_all(lanes, plan)
+        span = time.perf_counter() - started
+        conditions = watch.stop()
+        for entry in entries:
+            self._keep(entry, series[entry.name], clocks[entry.name], conditions, span)
+
+    def _lane(self, entry: Entry, clock: RankedClock, inputs: Inputs, exclusive: bool) -> Lane:
+        def enter() -> None:
+            self.events.now(entry.name)
+            if entry.case is None:
+                entry.case = self._build(entry)
+            entry.case.load(inputs)
+            entry.case.run()
+            self._fence()
+            clock.verify(entry.case.run)
+            if isinstance(clock.clock, WallClock) and not entry.variant.changes and self.pair.kind == "op":
+                first = min(clock.time(entry.case.run).seconds for _ in range(3))
+                clock.clock.inner = int(self.agreement.tell(inner_calls(first)))
+
+        def sample() -> Any:
+            if entry.variant.changes:
+                entry.case.load(inputs)
+            self.events.now(entry.name)
+            return clock.time(entry.case.run)
+
+        def leave() -> None:
+            if exclusive:
+                self._rest(entry, close=True)
+
+        return Lane(entry.name, sample, exclusive, enter, leave)
+
+    def _keep(self, entry: Entry, series: Series, clock: RankedClock, conditions: Any, span: float) -> None:
+        base = clock.clock
+        entry.parts["samples"] = {
+            "values": series.values,
+            "clock": clock.name,
+            "cache": clock.cache,
+            "rounds": len(series.values),
+            "warmup": series.warmup,
+            "settled": series.settled,
+            "host_bound": series.host_bound,
+            "inner": base.inner if isinstance(base, WallClock) else 1,
+        }
+        entry.costs["warmup_s"] = series.warmup_s
+        entry.costs["sampling_s"] = span
+        if clock.skews:
+            entry.parts["samples"]["skew"] = clock.skews[-len(series.values) :]
+        entry.parts["conditions"] = conditions
+        case = entry.case
+        if case is None:
+            return
+        if hasattr(case, "counters"):
+            entry.parts["counters"] = dict(case.counters())
+        if hasattr(case, "timeline"):
+            entry.parts["timeline"] = case.timeline()
+        if hasattr(case, "choice"):
+            entry.parts["tuned"] = case.choice()
+
+    # -- ends -------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, entry: Entry, step: Any) -> Any:
+        """Runs a step of one variant. Alone, an error ends that variant; among ranks it ends the worker."""
+        try:
+            return step()
+        except torch.OutOfMemoryError as err:
+            if self.agreement.world > 1:
+                raise
+            entry.end("oom", _line(err))
+        except UndeclaredChange as err:
+            entry.end("wrong", str(err))
+        except PairbenchError as err:
+            entry.end("error", str(err))
+        except Exception as err:
+            if self.agreement.world > 1:
+                raise
+            entry.end("error", f"{type(err).__name__}: {_line(err)}", traceback=traceback.format_exc())
+        self._rest(entry, close=True)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a broken context raises here and ends the worker: it cannot go on
+            torch.cuda.empty_cache()
+        return None
+
+    def _rest(self, entry: Entry, close: bool = False) -> None:
+        """Frees what a case holds; a case that cannot unload stays, unless it is exclusive or closed for good."""
+        case = entry.case
+        if case is None:
+            return
+        if hasattr(case, "unload") and not close:
+            case.unload()
+        elif close or entry.variant.exclusive:
+            if hasattr(case, "close"):
+                case.close()
+            entry.case = None
+        gc.collect()
+
+    def _report(self, entry: Entry, spent: float) -> None:
+        status, reason = entry.status or "passed", entry.reason
+        parts: dict[str, Any] = dict(entry.parts)
+        parts["costs"] = {k: round(v, 6) for k, v in entry.costs.items()}
+        if entry.check is not None:
+            parts["check"] = entry.check.as_record()
+        if entry.memory is not None:
+            m = entry.memory
+            parts["memory"] = {"peak": m.peak, "absolute": m.absolute, "reserved": m.reserved, "reason": m.reason}
+        parts["input_bytes"] = _tensor_bytes(self._inputs)
+        self.events.result(self.workload.name, entry.name, status, reason, **parts)
+
+    def _fence(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _close(self) -> None:
+        for entry in self.entries:
+            self._rest(entry, close=True)
+        self._inputs = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class UndeclaredChange(Exception):
+    """A variant overwrote an input without declaring it."""
+
+
+def here_of(device: torch.device, ranks: int) -> Here:
+    """What this process has."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return Here(device.type, ranks, (int(major), int(minor)), capability)
+
+
+def _tensor_bytes(inputs: Inputs | None) -> int:
+    tensors = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor)]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _line(err: BaseException) -> str:
+    text = str(err).strip() or type(err).__name__
+    return text.splitlines()[0][:500]
