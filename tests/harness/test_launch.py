@@ -1,0 +1,170 @@
+"""A launch ends as its program does, says which rank failed first and why, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.errors import UsageError
+from harness.launch import Job, Outcome, launch, threads_per_rank
+
+WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(logs: Path, *args: str, ranks: int = 1, timeout_s: float = 60.0) -> Outcome:
+    path = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
+    return launch(Job("fake_worker", args, ranks, timeout_s, logs / "logs", {"PYTHONPATH": path}))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_one_rank_passes_with_its_log_apart(tmp_path):
+    found = run(tmp_path, "pass")
+    assert (found.status, found.reason, found.traceback) == ("passed", "", "")
+    assert "rank 0 does pass" in (found.logs / "rank0.log").read_text()
+    assert "passive" in (found.logs / "rank0.log").read_text()
+
+
+def test_two_ranks_meet_and_their_logs_are_apart(tmp_path):
+    found = run(tmp_path, "collective", "pass", "0", ranks=2)
+    assert (found.status, found.reason) == ("passed", "")
+    for rank in (0, 1):
+        log = (found.logs / f"rank{rank}.log").read_text()
+        assert log.splitlines()[0] == f"rank {rank} does collective"
+        assert "sum 2.0" in log
+        assert f"rank {1 - rank}" not in log
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "reason", "trace"),
+    [
+        (("raise", "0"), "error", "rank 0: RuntimeError: planted on rank 0", 'raise RuntimeError(f"planted'),
+        (("exit", "0"), "error", "rank 0 died: exit code 7", "rank 0 does exit"),
+        (("die", "0"), "error", "rank 0 died: exit code -9 (SIGKILL)", "rank 0 does die"),
+        (("crash",), "error", "rank 0 died: exit code -11 (SIGSEGV)", "in main"),
+        (("memory",), "oom", "rank 0: MemoryError: planted", "MemoryError: planted"),
+    ],
+)
+def test_a_failed_rank_says_why(tmp_path, how, status, reason, trace):
+    found = run(tmp_path, *how)
+    assert (found.status, found.reason, found.rank) == (status, reason, 0)
+    assert trace in found.traceback
+
+
+def test_a_module_that_does_not_exist_is_named(tmp_path):
+    found = launch(Job("no_such_worker", logs=tmp_path / "logs"))
+    assert found.status == "error"
+    assert "no_such_worker" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("how", "reason", "trace"),
+    [
+        ("die", "rank 1 died: exit code -9 (SIGKILL)", "rank 1 does collective"),
+        ("raise", "rank 1: ValueError: planted in the middle", "ValueError: planted in the middle"),
+    ],
+)
+def test_a_rank_that_dies_in_the_middle_ends_the_launch_in_seconds(tmp_path, how, reason, trace):
+    found = run(tmp_path, "collective", how, "1", ranks=2)
+    assert (found.status, found.reason, found.rank) == ("error", reason, 1)
+    assert trace in found.traceback
+    assert found.seconds < 30
+
+
+def test_a_hung_rank_ends_at_the_limit_with_its_own_stack(tmp_path):
+    found = run(tmp_path, "collective", "hang", "1", ranks=2, timeout_s=8)
+    assert found.status == "timeout"
+    assert found.rank == 1
+    assert found.reason.startswith("no end within 8 s; rank 1 was at fake_worker.py:")
+    assert "in stuck" in found.traceback
+    assert 8 <= found.seconds < 14
+
+
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
+    found = run(tmp_path, "stubborn", timeout_s=0.7)
+    assert found.status == "timeout"
+    assert not runs(int((found.logs / "rank0.pid").read_text()))
+
+
+@pytest.mark.parametrize("then", ["pass", "hang"])
+def test_no_grandchild_stays_even_in_a_session_of_its_own(tmp_path, then):
+    pid_file = tmp_path / "pid"
+    found = run(tmp_path, "grandchild", str(pid_file), then, timeout_s=1.5)
+    assert found.status == ("passed" if then == "pass" else "timeout")
+    assert not runs(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(("ranks", "sig"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (1, signal.SIGTERM)])
+def test_killing_the_runner_leaves_nothing_running(tmp_path, ranks, sig):
+    pid_file = tmp_path / "pid"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(WORKERS)]), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "fake_runner", str(pid_file), str(ranks)]
+    runner = subprocess.Popen(command, env=environment)
+    try:
+        assert wait_until(lambda: pid_file.exists() and pid_file.read_text())
+        grandchild = int(pid_file.read_text())
+        workers = [int(path.read_text()) for path in tmp_path.glob("pairbench-launch-*/rank*.pid")]
+        assert runs(grandchild)
+        assert workers
+    finally:
+        runner.send_signal(sig)
+        runner.wait()
+    assert wait_until(lambda: not any(map(runs, [grandchild, *workers])))
+
+
+def test_ctrl_c_ends_the_launch_and_is_passed_on(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, "grandchild", str(pid_file), "hang")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+    assert not runs(int(pid_file.read_text()))
+
+
+def test_bad_jobs_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="at least 1 rank"):
+        Job("x", ranks=0)
+    with pytest.raises(UsageError, match="time limit"):
+        Job("x", timeout_s=0)
+    run(tmp_path, "pass")
+    with pytest.raises(UsageError, match="already holds a launch"):
+        run(tmp_path, "pass")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot make the folder"):
+        launch(Job("x", logs=tmp_path / "file" / "logs"))
+
+
+def test_threads_are_cores_over_ranks():
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1, {}) == cores
+    assert threads_per_rank(cores, {}) == 1
+    assert threads_per_rank(4 * cores, {}) == 1
+    assert threads_per_rank(1, {"OMP_NUM_THREADS": "1"}) == 1
+    assert threads_per_rank(1, {"OMP_NUM_THREADS": str(8 * cores)}) == cores
