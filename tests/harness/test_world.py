@@ -153,7 +153,7 @@ def test_an_unknown_device_is_named(monkeypatch):
         init_world("meta")
 
 
-JOBS = ["collective pass 0", "collective die 1", "raise 0", "collective pass 0"]
+JOBS = ["pass", "collective die 1", "raise 0", "collective pass 0"]
 EXPECTED = [
     ["passed", "", None],
     ["error", "rank 1 died: exit code -9 (SIGKILL)", 1],
