@@ -41,10 +41,9 @@ from kernels._rows import (
     multiprocessors,
     on_device_of,
 )
+from kernels._tiles import load_tile, sum_rows
 
 MAX_COLUMNS = 16_384
-_REDUCE_COLUMNS = 32  # 128 bytes of float32: one full line of every partial row
-_REDUCE_ROWS = 64
 
 
 class Launch(NamedTuple):
@@ -77,15 +76,6 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
 
 
 @triton.jit
-def _load_tile(pointer, stride, start, rows, column, in_row, ROWS: tl.constexpr):
-    """Rows start to start + ROWS, zero outside; read once, so first to leave the caches."""
-    row = start + tl.arange(0, ROWS)[:, None]
-    return tl.load(
-        pointer + row * stride + column, mask=(row < rows) & in_row, other=0.0, eviction_policy="evict_first"
-    )
-
-
-@triton.jit
 def _forward_kernel(
     x_ptr,
     residual_ptr,
@@ -109,19 +99,19 @@ def _forward_kernel(
 
     if PREFETCH:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-        x_next = _load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-        residual_next = _load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
+        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
+        residual_next = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
     while start < rows:
         row = start + tl.arange(0, ROWS)[:, None]
         mask = (row < rows) & in_row
         if PREFETCH:
             x = x_next
             residual = residual_next
-            x_next = _load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
-            residual_next = _load_tile(residual_ptr, residual_stride, start + step, rows, column, in_row, ROWS)
+            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
+            residual_next = load_tile(residual_ptr, residual_stride, start + step, rows, column, in_row, ROWS)
         else:
-            x = _load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-            residual = _load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
+            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
+            residual = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
         # The norm is that of the rounded sum, which is what the caller gets and what the backward reads.
         rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + row * COLUMNS + column, rounded, mask=mask)
@@ -163,22 +153,22 @@ def _backward_kernel(
     grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     if PREFETCH:
         weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-        grad_next = _load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS)
-        summed_next = _load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS)
+        grad_next = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS)
+        summed_next = load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS)
     while start < rows:
         row = start + tl.arange(0, ROWS)[:, None]
         if PREFETCH:
             grad = grad_next.to(tl.float32)
             summed = summed_next.to(tl.float32)
         else:
-            grad = _load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-            summed = _load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+            grad = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+            summed = load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS).to(tl.float32)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if HAS_GRAD_SUMMED and PREFETCH:
-            passed = _load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
+            passed = load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
         if PREFETCH:
-            grad_next = _load_tile(grad_out_ptr, grad_out_stride, start + step, rows, column, in_row, ROWS)
-            summed_next = _load_tile(summed_ptr, summed_stride, start + step, rows, column, in_row, ROWS)
+            grad_next = load_tile(grad_out_ptr, grad_out_stride, start + step, rows, column, in_row, ROWS)
+            summed_next = load_tile(summed_ptr, summed_stride, start + step, rows, column, in_row, ROWS)
         normed = summed * rstd
         grad_weight += grad * normed
         if not PREFETCH:
@@ -188,7 +178,7 @@ def _backward_kernel(
         grad_in = (grad - normed * along) * rstd
         if HAS_GRAD_SUMMED:
             if not PREFETCH:
-                passed = _load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
+                passed = load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
             grad_in += passed.to(tl.float32)
         mask = (row < rows) & in_row
         tl.store(grad_in_ptr + row * COLUMNS + column, grad_in.to(grad_in_ptr.dtype.element_ty), mask=mask)
@@ -196,29 +186,6 @@ def _backward_kernel(
 
     partial = tl.sum(grad_weight, axis=0, keep_dims=True)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * COLUMNS + column, partial, mask=in_row)
-
-
-@triton.jit
-def _sum_rows_kernel(partial_ptr, out_ptr, rows, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    row = tl.arange(0, ROWS)[:, None]
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    start = tl.program_id(0) * 0
-    while start < rows:
-        mask = (start + row < rows) & (column < COLUMNS)
-        total += tl.load(partial_ptr + (start + row) * COLUMNS + column, mask=mask, other=0.0)
-        start += ROWS
-    total = tl.sum(total, axis=0, keep_dims=True)
-    tl.store(out_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < COLUMNS)
-
-
-def sum_rows(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Add the rows of `partial` (programs, columns) float32 in a fixed order; the sum (columns,) in `dtype`."""
-    rows, columns = partial.shape
-    out = torch.empty(columns, dtype=dtype, device=partial.device)
-    grid = (triton.cdiv(columns, _REDUCE_COLUMNS),)
-    _sum_rows_kernel[grid](partial, out, rows, COLUMNS=columns, BLOCK=_REDUCE_COLUMNS, ROWS=_REDUCE_ROWS, num_warps=8)
-    return out
 
 
 def add_rms_norm_forward(
