@@ -102,14 +102,13 @@ def _died(folder: Path, rank: int, code: int, oom_killed: bool) -> Failure:
     return Failure("error", reason, trace, rank)
 
 
-def hang(folder: Path, limit_s: float) -> Failure:
+def hang(folder: Path, reason: str) -> Failure:
     """The failure of a launch that did not end in time, from the stacks that its ranks wrote when asked.
 
     The hung rank is the one that is not waiting in a collective; the others wait for it.
     """
     stacks = {int(p.stem.removeprefix("rank")): p.read_text() for p in folder.glob("rank*.stack")}
     places = {rank: place(text) for rank, text in sorted(stacks.items()) if text}
-    reason = f"no end within {limit_s:g} s"
     if not places:
         return Failure("timeout", f"{reason}; no rank answered", _tail(folder / "supervisor.log"))
     astray = [rank for rank, where in places.items() if not where[1]]

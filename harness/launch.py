@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,8 +77,10 @@ class Outcome:
     seconds: float = 0.0
 
 
-def launch(job: Job, world: Joined | None = None) -> Outcome:
+def launch(job: Job, world: Joined | None = None, poll: Callable[[], str | None] | None = None) -> Outcome:
     """Run the job to its end and clean up after it.
+
+    poll: called several times a second while the job runs; a text that it returns ends the job as hung, for that reason.
 
     world: the world that this process has joined (:func:`harness.world.join`); every process of the world must then
     launch the same jobs in the same order, and all get the same outcome. None: this host, ranks of our own.
@@ -108,7 +110,7 @@ def launch(job: Job, world: Joined | None = None) -> Outcome:
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        found = _watch(job, folder, mark, process, started, kills_before, world)
+        found = _watch(job, folder, mark, process, started, kills_before, world, poll)
     finally:
         left = end_all(mark)
         sentry.dismiss()
@@ -132,6 +134,7 @@ def _watch(
     started: float,
     kills_before: int | None,
     world: Joined | None,
+    poll: Callable[[], str | None] | None,
 ) -> evidence.Failure | None:
     """Wait for the end, the time limit, or the word of another supervisor; None when the job passed."""
     while True:
@@ -140,11 +143,15 @@ def _watch(
             break
         if time.monotonic() - started >= job.timeout_s:
             _ask_for_stacks(folder, mark)
-            return evidence.hang(folder, job.timeout_s)
+            return evidence.hang(folder, f"no end within {job.timeout_s:g} s")
+        stuck = poll() if poll is not None else None
+        if stuck is not None:
+            _ask_for_stacks(folder, mark)
+            return evidence.hang(folder, stuck)
         told = world.told() if world is not None else None
         if told is not None:
             return told
-        _wait(process, 0.2 if world is not None else min(1.0, job.timeout_s - (time.monotonic() - started)))
+        _wait(process, 0.2 if world is not None or poll is not None else min(1.0, job.timeout_s - (time.monotonic() - started)))
     if code == 0:
         return None
     kills_after = oom_kills()
