@@ -28,10 +28,11 @@ class GpuIdentity:
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """A process that holds a context on the GPU; ``memory_bytes`` is None where the driver does not say."""
+    """A process on the GPU: it computes, or only draws (``graphics``). ``memory_bytes`` is None where unknown."""
 
     pid: int
     memory_bytes: int | None = None
+    graphics: bool = False
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ class PyNvml:
         compute = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
         if compute is None:
             return None
-        graphics = self._ask("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
-        found = {int(p.pid): GpuProcess(int(p.pid), p.usedGpuMemory) for p in (*graphics, *compute)}
+        draws = self._ask("nvmlDeviceGetGraphicsRunningProcesses", handle) or []
+        found = {int(p.pid): GpuProcess(int(p.pid), p.usedGpuMemory, graphics=True) for p in draws}
+        found.update({int(p.pid): GpuProcess(int(p.pid), p.usedGpuMemory) for p in compute})
         return tuple(found[pid] for pid in sorted(found))
 
 
