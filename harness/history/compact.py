@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from harness.errors import StoreError
-from harness.history.flat import FlatTable, flatten
+from harness.history.flat import FLAT_VERSION, FlatTable, flatten
 from harness.history.folders import Entry
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._table = FlatTable(LINE_COLUMNS)
-        self._writer = require_pyarrow().ParquetWriter(
-            path, self._table.schema(), compression="zstd", compression_level=3
-        )
+        schema = self._table.schema().with_metadata({"pairbench_flat": str(FLAT_VERSION)})
+        self._writer = require_pyarrow().ParquetWriter(path, schema, compression="zstd", compression_level=3)
         self._bytes = 0
         self.records = 0
 

@@ -21,6 +21,7 @@ from harness.record import SCHEMA, problems
 
 #: Files that may lie in a store and hold no records.
 KNOWN_FOREIGN = ("README.md", "acknowledged.toml")
+FOREIGN_FILE = "not a file of the history: <gpu>/<run>.jsonl is expected"
 #: Longest list of damage that an error message spells out.
 SHOWN = 20
 
@@ -152,7 +153,7 @@ class Store:
             lines = stored_lines(self, name)
         else:
             if kind == "foreign":
-                damage.append(Damage(self.label(name), 0, "not a file of the history: <gpu>/<run>.jsonl is expected"))
+                damage.append(Damage(self.label(name), 0, FOREIGN_FILE))
             return
         for file, number, line in lines:
             record = parse_line(line)
