@@ -124,3 +124,14 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[obje
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+def as_lines(**tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Two-dimensional views for a kernel that works element by element: one long row where all are contiguous.
+
+    Raises ValueError as `as_rows`.
+    """
+    rows = [as_rows(name, tensor) for name, tensor in tensors.items()]
+    if all(view.is_contiguous() for view in rows):
+        return [view.view(1, -1) for view in rows]
+    return rows

@@ -62,3 +62,28 @@ def compile_for_hopper() -> Callable[[list[dict[str, Any]]], list[dict[str, Any]
         return reports
 
     return run
+
+
+@pytest.fixture(scope="session")
+def draw() -> Callable[..., torch.Tensor]:
+    """draw(*shape, dtype=float32, scale=1, seed=0): normal numbers on the GPU if there is one, else on the CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def gradients() -> Callable[..., tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
+    """gradients(function, tensors, grads): outputs, and the gradients of `tensors` for the outputs' `grads`."""
+
+    def run(function: Callable[..., Any], tensors: list[torch.Tensor], grads: list[torch.Tensor]) -> Any:
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(output.detach() for output in outputs), torch.autograd.grad(outputs, leaves, grads)
+
+    return run

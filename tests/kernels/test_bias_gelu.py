@@ -1,0 +1,130 @@
+"""Bias + GELU against float64, in both forms."""
+
+import pytest
+import torch
+
+from kernels.bias_gelu import bias_gelu, bias_gelu_backward, bias_gelu_forward, launch_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # NumPy's, interpreted
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+FORMS = ["tanh", "erf"]
+
+
+def plain(form):
+    approximate = "tanh" if form == "tanh" else "none"
+    return lambda x, bias: torch.nn.functional.gelu(x + bias, approximate=approximate)
+
+
+def check(form, x, bias, grad, gradients, assert_near, units=8):
+    (out,), got = gradients(lambda x, bias: bias_gelu(x, bias, form), [x, bias], [grad])
+    (want,), wanted = gradients(plain(form), [x.double(), bias.double()], [grad.double()])
+    assert_near(out, want, units)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert_near(actual, expected, units)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (9, 1), (1, 7), (23, 33), (2, 5, 100), (3, 1031)], ids=str)
+def test_equals_float64_with_every_gradient(shape, dtype, form, draw, gradients, assert_near):
+    x, bias, grad = draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype, seed=1), draw(*shape, dtype=dtype, seed=2)
+    check(form, x, bias, grad, gradients, assert_near, units=24)  # sums over rows cancel
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 10.0, 1e4])
+def test_magnitudes(scale, form, draw, gradients, assert_near):
+    x, bias, grad = draw(8, 24, scale=scale), draw(24, scale=scale, seed=1), draw(8, 24, seed=2)
+    check(form, x, bias, grad, gradients, assert_near)
+
+
+def test_the_16_bit_erf_form_is_far_finer_than_its_rounding(draw):
+    x = torch.linspace(-6, 6, 481, device=draw(1).device).half()[None]
+    zero = torch.zeros(481, device=x.device).half()
+    got = bias_gelu_forward(x, zero, "erf").double()
+    want = torch.nn.functional.gelu(x.double())
+    assert ((got - want).abs() <= 2.0**-11 * want.abs() + 2.0**-23).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_and_inf_where_the_plain_way_has_them(form, draw, assert_near):
+    x, bias, grad = draw(6, 16), draw(16, seed=1), draw(6, 16, seed=2)
+    x[0, 0], x[1, 1], x[2, 2] = float("nan"), float("inf"), float("-inf")
+    leaves = [x.double().requires_grad_(), bias.double().requires_grad_()]
+    want = plain(form)(*leaves)
+    wanted = torch.autograd.grad(want, leaves, grad.double())
+    assert_near(bias_gelu_forward(x, bias, form), want.detach())
+    grad_x, grad_bias = bias_gelu_backward(grad, x, bias, form)
+    assert torch.equal(grad_x.isfinite(), wanted[0].isfinite())
+    assert torch.equal(grad_bias.isfinite(), wanted[1].isfinite())
+
+
+def test_an_infinite_bias_keeps_to_its_column(draw):
+    x, bias = draw(3, 8), draw(8, seed=1)
+    bias[2] = float("inf")
+    _, grad_bias = bias_gelu_backward(torch.ones_like(x), x, bias, "tanh")
+    assert grad_bias[[0, 1, 3, 4, 5, 6, 7]].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 8)])
+def test_empty(shape, draw):
+    x, bias = draw(*shape), draw(shape[-1])
+    assert bias_gelu_forward(x, bias).shape == shape
+    grad_x, grad_bias = bias_gelu_backward(x, x, bias)
+    assert grad_x.shape == shape
+    assert torch.equal(grad_bias, torch.zeros_like(bias))
+
+
+def test_strided_rows_give_what_contiguous_rows_give(draw):
+    wide = draw(6, 100)
+    x, grad, bias = wide[:, :40], wide[:, 60:], draw(40, seed=1)
+    assert torch.equal(bias_gelu_forward(x, bias), bias_gelu_forward(x.contiguous(), bias))
+    strided = bias_gelu_backward(grad, x, bias)
+    straight = bias_gelu_backward(grad.contiguous(), x.contiguous(), bias)
+    assert all(torch.equal(a, b) for a, b in zip(strided, straight, strict=True))
+
+
+def test_bad_input_is_named(draw):
+    x, bias = draw(4, 8), draw(8)
+    for arguments, message in [
+        ((x.double(), bias), "x: dtype"),
+        ((x, bias[:7]), "bias: shape"),
+        ((x, bias.half()), "bias: dtype"),
+        ((x.T, bias[:4]), "x: its last dimension"),
+        ((x, bias, "sigmoid"), "form: 'sigmoid'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            bias_gelu_forward(*arguments)
+    with pytest.raises(ValueError, match="grad_out: shape"):
+        bias_gelu_backward(x[:3], x, bias)
+
+
+def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
+    launch = launch_shape(16384, 2, 132)
+    assert (launch.block, launch.tile_rows) == (512, 4)
+    common = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr", "grad_ptr", "grad_x_ptr"), "*bf16")
+    common |= dict.fromkeys(("rows", "columns", "x_stride", "grad_stride"), "i32")
+    common |= {"partial_ptr": "*fp32", "EXACT": False, "BLOCK": launch.block, "ROWS": launch.tile_rows}
+    jobs = [
+        {"kernel": f"kernels.bias_gelu:{name}", "arguments": common | {"TANH": tanh}, "warps": launch.warps}
+        for name in ("_forward_kernel", "_backward_kernel")
+        for tanh in (True, False)
+    ]
+    for job, report in zip(jobs, compile_for_hopper(jobs), strict=True):
+        assert report["stack"] == 0, job
+        assert report["registers"] <= 128, job
+        assert {access for access in report["accesses"] if "v4" not in access} <= {"ld.v2.b32", "ld.b32"}, report
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31(assert_near):
+    rows, columns = 2**31 // 4096 + 3, 4096
+    if torch.cuda.mem_get_info()[0] < 9 * rows * columns:
+        pytest.skip("needs 18 GiB of free GPU memory")
+    x = torch.full((rows, columns), 0.5, dtype=torch.bfloat16, device="cuda")
+    bias = torch.zeros(columns, dtype=torch.bfloat16, device="cuda")
+    x[-1] = -1.0
+    out = bias_gelu_forward(x, bias)
+    assert_near(out[-2:], plain("tanh")(x[-2:].double(), bias.double()), units=2)
+    grad_x, _ = bias_gelu_backward(x, x, bias)
+    assert torch.equal(grad_x[-2:], bias_gelu_backward(x[-2:], x[-2:], bias)[0])
