@@ -7,6 +7,7 @@ its rank along the chosen branch. A :class:`History` follows its stores: :meth:`
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -102,13 +103,16 @@ class History:
         selects = [_select(group) for group in _grouped(segments)] or [_empty()]
         execute(f"CREATE OR REPLACE VIEW everything AS {' UNION ALL BY NAME '.join(selects)}")
         execute("CREATE OR REPLACE TABLE twice (place VARCHAR, row_number BIGINT)")
-        if len(segments) > 1 or any(not segment.store for segment in segments):
-            execute(
-                "INSERT INTO twice SELECT place, row_number FROM (SELECT place, row_number, row_number() OVER "
-                "(PARTITION BY id ORDER BY place, row_number) AS n FROM everything WHERE id IN "
-                "(SELECT id FROM everything GROUP BY id HAVING count(*) > 1)) WHERE n > 1"
-            )
-        self.duplicates = int(self.rows("SELECT count(*) AS n FROM twice")[0]["n"])
+        kept = self._indexes[0].folder / "twice.json" if self._indexes else None
+        state = "-".join(snapshot.state for snapshot in snapshots)
+        twice = _read_twice(kept, state)
+        if twice is None:
+            twice = [[row["place"], row["row_number"]] for row in self.rows(TWICE)]
+            _keep_twice(kept, state, twice)
+        if twice:
+            places, numbers = [item[0] for item in twice], [item[1] for item in twice]
+            execute("INSERT INTO twice SELECT unnest(?::VARCHAR[]), unnest(?::BIGINT[])", [places, numbers])
+        self.duplicates = len(twice)
         condition = (
             "WHERE NOT EXISTS (FROM twice AS t WHERE t.place = e.place AND t.row_number = e.row_number)"
             if self.duplicates
@@ -222,6 +226,34 @@ LATEST_PLACES: Final = """
     WHERE type = 'measurement'
     GROUP BY technique, variant, workload_id, dtype, gpu, ranks
 """
+
+
+#: Where a record lies that an earlier place holds already.
+TWICE: Final = (
+    "SELECT place, row_number FROM (SELECT place, row_number, row_number() OVER (PARTITION BY id ORDER BY place, "
+    "row_number) AS n FROM everything WHERE id IN (SELECT id FROM everything GROUP BY id HAVING count(*) > 1)) "
+    "WHERE n > 1"
+)
+
+
+def _read_twice(path: Path | None, state: str) -> list[list[Any]] | None:
+    """The duplicates found before in this very state; looking for them reads every id."""
+    try:
+        found = json.loads(path.read_bytes()) if path is not None else {}
+        return list(found["rows"]) if found["state"] == state else None
+    except (OSError, ValueError, KeyError, TypeError):  # never kept, or by another version
+        return None
+
+
+def _keep_twice(path: Path | None, state: str, rows: list[list[Any]]) -> None:
+    if path is None:
+        return
+    temporary = path.with_name(f".twice.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.write_text(json.dumps({"state": state, "rows": rows}))
+        temporary.replace(path)
+    except OSError:  # a full cache costs the next reader half a second, no more
+        temporary.unlink(missing_ok=True)
 
 
 def quote(text: str) -> str:
