@@ -1,0 +1,247 @@
+"""The engine: takes requests in, steps the model, hands tokens out.
+
+    engine = Engine(ModelRunner(model, config), config)
+    engine.submit(Request("a", prompt, Sampling(max_tokens=32)))
+    while not engine.idle:
+        for output in engine.step():
+            print(output.id, output.token, output.finished)
+
+One thread drives it. A request that makes no sense is refused with a reason, one whose numbers go wrong fails, one
+that nobody wants any more is cancelled: each ends alone, and the others go on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+from impls.serving.recorder import Recorder
+from impls.serving.request import Limits, Request, Sequence, State
+from impls.serving.scheduler import Chunk, EngineConfig, Scheduler, Step
+
+#: A runner's token for a sequence whose logits were not numbers.
+NOT_A_TOKEN = -1
+
+
+class Runner(Protocol):
+    """What carries out a step: the model with its cache, or a fake one in a test of the engine."""
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    def execute(self, step: Step) -> list[int]:
+        """Moves blocks, runs the chunks, and gives one token for each chunk that samples, in their order."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its blocks are no longer its own."""
+        ...
+
+    def wipe(self, blocks: Items[int]) -> None:
+        """What these blocks hold is not numbers: overwrite it, since what a mask hides is still multiplied by zero."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A token of a request, or its end, or both.
+
+    finished: None while it goes on; ``stop`` or ``length`` when complete; else ``refused``, ``failed`` or
+    ``cancelled``, with the reason.
+    """
+
+    id: str
+    token: int | None = None
+    finished: str | None = None
+    reason: str = ""
+
+
+class Engine:
+    """Requests in, tokens out; see the module's docstring.
+
+    counters: steps, prefill_tokens, decode_tokens, preemptions, swapped_blocks, recomputed_tokens, and what was
+    refused.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.clock, self.sleep = clock, sleep
+        self.recorder = recorder
+        self.reset()
+
+    def reset(self) -> None:
+        """An engine as new: nothing queued, nothing cached, counters at zero, the run's clock at 0."""
+        for sequence in getattr(self, "_sequences", {}).values():
+            self.runner.forget(sequence)
+        self.scheduler = Scheduler(self.config)
+        self.limits = Limits(
+            vocab=self.runner.vocab,
+            context=self.config.context,
+            cache_tokens=self.config.num_blocks * self.config.block_size,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._outbox: list[Output] = []
+        self.counters: Counter[str] = Counter()
+        if self.recorder is not None:
+            self.recorder.begin()
+        self._start = self.clock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to run or to report."""
+        return not self._sequences and not self._outbox
+
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self.clock() - self._start
+
+    def submit(self, request: Request) -> str | None:
+        """Takes a request in; the reason when it is refused (which the next step reports too), else None.
+
+        Raises:
+            ValueError: a request of that id is under way: its answers could not be told apart.
+        """
+        if request.id in self._sequences:
+            raise ValueError(f"request {request.id!r} is under way already; give each request its own id")
+        if self.recorder is not None:
+            self.recorder.arrived(request)
+        reason = self.limits.refusal(request)
+        if reason is not None:
+            self.counters["refused"] += 1
+            self._outbox.append(Output(request.id, finished="refused", reason=reason))
+            if self.recorder is not None:
+                self.recorder.ended(request.id, max(self.now, request.arrival), "refused", reason)
+            return reason
+        sequence = Sequence(request)
+        self._sequences[request.id] = sequence
+        self.scheduler.add(sequence)
+        return None
+
+    def cancel(self, request_id: str) -> bool:
+        """Drops a request and frees what it holds; False when it is not under way (any more)."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return False
+        self._end(sequence, "cancelled", "cancelled by the client")
+        self._outbox.append(Output(request_id, finished="cancelled", reason="cancelled by the client"))
+        return True
+
+    def step(self) -> list[Output]:
+        """Runs the next step; the tokens that came out of it, and what ended since the last one."""
+        outputs, self._outbox = self._outbox, []
+        step = self.scheduler.schedule()
+        for sequence in step.preempted:
+            self.runner.forget(sequence)
+        if not step.chunks:
+            return outputs
+        tokens = iter(self.runner.execute(step))
+        now = self.now
+        self._count(step)
+        for chunk in step.chunks:
+            if chunk.samples:
+                outputs.append(self._take(chunk, next(tokens), now))
+            else:
+                self.scheduler.advance(chunk, None)
+        if self.recorder is not None:
+            self.recorder.sample(now, self.scheduler.blocks.use, len(self.scheduler.running))
+            self.recorder.slots = (self.scheduler.blocks.slots_reserved, self.scheduler.blocks.slots_held)
+        return outputs
+
+    def stream(self, request: Request) -> Iterator[int]:
+        """The tokens of one request as they come; closing the iterator early cancels it.
+
+        Raises:
+            ValueError: the request is refused.
+            RuntimeError: it failed, or was cancelled from elsewhere.
+        """
+        reason = self.submit(request)
+        if reason is not None:
+            self._outbox = [output for output in self._outbox if output.id != request.id]
+            raise ValueError(f"request {request.id!r} is refused: {reason}")
+        over = False
+        try:
+            while not over:
+                outputs = self.step()
+                # What belongs to others is theirs to read: the next step reports it again.
+                self._outbox.extend(output for output in outputs if output.id != request.id)
+                for output in outputs:
+                    if output.id != request.id:
+                        continue
+                    over = output.finished is not None
+                    if output.token is not None:
+                        yield output.token
+                    if output.finished in ("failed", "cancelled"):
+                        raise RuntimeError(f"request {request.id!r} {output.finished}: {output.reason}")
+        finally:
+            if not over and self.cancel(request.id):
+                self._outbox = [output for output in self._outbox if output.id != request.id]
+
+    def serve(self, requests: Iterable[Request], on_output: Callable[[Output], None] | None = None) -> None:
+        """Replays requests by the clock, from a fresh engine: each is sent at its arrival, however busy the engine is.
+
+        Between arrivals an idle engine sleeps; it never waits for an answer before it sends the next (open loop).
+        """
+        self.reset()
+        coming = deque(sorted(requests, key=lambda r: r.arrival))
+        while coming or not self.idle:
+            now = self.now
+            while coming and coming[0].arrival <= now:
+                self.submit(coming.popleft())
+            if self.idle:
+                self.sleep(max(0.0, coming[0].arrival - now))
+                continue
+            for output in self.step():
+                if on_output is not None:
+                    on_output(output)
+
+    def _take(self, chunk: Chunk, token: int, now: float) -> Output:
+        sequence = chunk.sequence
+        if token == NOT_A_TOKEN:
+            reason = "the model's logits are not finite"
+            self.runner.wipe(sequence.blocks)
+            self._end(sequence, "failed", reason, now)
+            return Output(sequence.id, finished="failed", reason=reason)
+        finished = self.scheduler.advance(chunk, token)
+        if self.recorder is not None:
+            self.recorder.token(sequence.id, now)
+        if finished is not None:
+            self._end(sequence, "finished", finished, now)
+        return Output(sequence.id, token, finished)
+
+    def _end(self, sequence: Sequence, status: str, reason: str, now: float | None = None) -> None:
+        self.scheduler.finish(sequence)
+        self.runner.forget(sequence)
+        del self._sequences[sequence.id]
+        if self.recorder is not None:
+            at = self.now if now is None else now
+            self.recorder.ended(sequence.id, at, status, reason, sequence.preemptions)
+
+    def _count(self, step: Step) -> None:
+        count = self.counters
+        count["steps"] += 1
+        for chunk in step.chunks:
+            kind = (
+                "decode_tokens" if chunk.length == 1 and chunk.start >= chunk.sequence.prompt_len else "prefill_tokens"
+            )
+            count[kind] += chunk.length
+        count["preemptions"] += len(step.preempted)
+        count["recomputed_tokens"] += sum(
+            len(sequence.tokens) - 1 for sequence in step.preempted if sequence.state is State.WAITING
+        )
+        count["swapped_blocks"] += len(step.swap_out) + len(step.swap_in)

@@ -1,0 +1,150 @@
+"""What an engine is asked for, what it keeps of it while it runs, and when it says no."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, and when to stop.
+
+    temperature: 0 takes the most likely token. top_k: only the k most likely; 0 takes all. top_p: only the most
+    likely tokens whose probabilities reach p together (Holtzman et al., 2020, "The Curious Case of Neural Text
+    Degeneration", section 3.1). seed: the same request with the same seed gives the same tokens, whatever runs beside
+    it. max_tokens: length of the answer. stop: ids that end it; the id itself is the answer's last token.
+
+    Values are not checked here: a request that makes no sense is refused by the engine, with its reason.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    max_tokens: int = 16
+    stop: tuple[int, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is taken, without noise."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is wanted for it; ``arrival`` is seconds from the start of the run."""
+
+    id: str
+    prompt: Items[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What bounds a request: the vocabulary, the model's context, and the tokens that the whole cache can hold."""
+
+    vocab: int
+    context: int
+    cache_tokens: int
+
+    def refusal(self, request: Request) -> str | None:
+        """Why this request cannot be served, or None. What passes can always be finished, so nothing waits for ever."""
+        return _sampling_problem(request.sampling) or self._length_problem(request) or self._token_problem(request)
+
+    def _length_problem(self, request: Request) -> str | None:
+        prompt, answer = len(request.prompt), request.sampling.max_tokens
+        if not prompt:
+            return "the prompt is empty"
+        if prompt + answer > self.context:
+            return f"{prompt} prompt and {answer} answer tokens exceed the context of {self.context}"
+        # The last token is sampled and never read again, so it takes no place in the cache.
+        if prompt + answer - 1 > self.cache_tokens:
+            return f"{prompt} prompt and {answer} answer tokens exceed the cache of {self.cache_tokens} tokens"
+        return None
+
+    def _token_problem(self, request: Request) -> str | None:
+        for place, token in enumerate(request.prompt):
+            if not _is_whole(token) or not 0 <= token < self.vocab:
+                return f"token {token!r} at place {place} of the prompt is not in the vocabulary of {self.vocab}"
+        return None
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _sampling_problem(sampling: Sampling) -> str | None:
+    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
+        return f"max_tokens is {sampling.max_tokens!r}; it must be a whole number of at least 1"
+    if not isinstance(sampling.temperature, int | float) or not 0.0 <= sampling.temperature < math.inf:
+        return f"temperature is {sampling.temperature!r}; it must be a finite number of at least 0"
+    if not isinstance(sampling.top_p, int | float) or not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p is {sampling.top_p!r}; it must be above 0 and at most 1"
+    if not _is_whole(sampling.top_k) or sampling.top_k < 0:
+        return f"top_k is {sampling.top_k!r}; it must be a whole number of at least 0"
+    if not _is_whole(sampling.seed) or not -(2**63) <= sampling.seed < 2**63:
+        return f"seed is {sampling.seed!r}; it must be a 64-bit whole number"
+    return None
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    DONE = "done"
+
+
+class Sequence:
+    """A request under way.
+
+    tokens: the prompt and what was generated so far. computed: how many of them have their keys and values in the
+    cache. blocks: the cache blocks that hold them, in order; host_blocks: those on the host while it is swapped out.
+    """
+
+    __slots__ = (
+        "blocks",
+        "computed",
+        "host_blocks",
+        "id",
+        "limit",
+        "preemptions",
+        "prompt_len",
+        "sampling",
+        "state",
+        "tokens",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.id = request.id
+        self.sampling = request.sampling
+        self.tokens: list[int] = list(request.prompt)
+        self.prompt_len = len(self.tokens)
+        self.limit = self.prompt_len + request.sampling.max_tokens
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.host_blocks: list[int] = []
+        self.state = State.WAITING
+        self.preemptions = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens still to be run through the model: one in decode, more in prefill and after a preemption."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> list[int]:
+        """The answer so far."""
+        return self.tokens[self.prompt_len :]
+
+    def finish_reason(self) -> str | None:
+        """``stop`` or ``length`` when the answer is complete, else None."""
+        if len(self.tokens) > self.prompt_len and self.tokens[-1] in self.sampling.stop:
+            return "stop"
+        return "length" if len(self.tokens) >= self.limit else None

@@ -1,0 +1,86 @@
+"""What the serving tests share: an engine's runner without a model, and time that passes only when it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from types import SimpleNamespace
+
+import pytest
+
+from impls.serving.request import Sequence
+from impls.serving.scheduler import Step
+
+
+def next_token(tokens: Items[int], vocab: int) -> int:
+    """What the fake model answers after these tokens."""
+    state = len(tokens)
+    for token in tokens[-3:]:
+        state = (state * 1_000_003 + token + 17) % 2_147_483_647
+    return state % vocab
+
+
+def answer_of(prompt: Items[int], length: int, vocab: int) -> list[int]:
+    """The whole answer of the fake model."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(next_token(tokens, vocab))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """The next token is a hash of the text, read from the cache alone: a wrong block gives a wrong token."""
+
+    def __init__(self, vocab: int, num_blocks: int, block_size: int, host_blocks: int = 0, clock=None, cost=None):
+        self.vocab = vocab
+        self.block_size = block_size
+        self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.host = [[-1] * block_size for _ in range(host_blocks)]
+        self.clock, self.cost = clock, cost
+        self.steps: list[tuple[int, int]] = []
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def wipe(self, blocks: Items[int]) -> None:
+        pass
+
+    def execute(self, step: Step) -> list[int]:
+        for source, target in step.swap_out:
+            self.host[target] = list(self.cache[source])
+        for source, target in step.swap_in:
+            self.cache[target] = list(self.host[source])
+        tokens = []
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            assert chunk.start == sequence.computed
+            for place in range(chunk.start, chunk.start + chunk.length):
+                self.cache[sequence.blocks[place // self.block_size]][place % self.block_size] = sequence.tokens[place]
+        for chunk in step.chunks:
+            if chunk.samples:
+                length = chunk.start + chunk.length
+                blocks = chunk.sequence.blocks
+                seen = [self.cache[blocks[p // self.block_size]][p % self.block_size] for p in range(length)[-3:]]
+                tokens.append(next_token([0] * (length - len(seen)) + seen, self.vocab))
+        self.steps.append((step.tokens, len(step.chunks)))
+        if self.clock is not None:
+            self.clock.now += self.cost(step)
+        return tokens
+
+
+class FakeClock:
+    """Time that passes only when something says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture(scope="session")
+def fake() -> SimpleNamespace:
+    """The fake runner, the fake clock, and the answers that the fake model gives."""
+    return SimpleNamespace(Runner=FakeRunner, Clock=FakeClock, next_token=next_token, answer_of=answer_of)
