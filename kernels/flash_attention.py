@@ -67,7 +67,8 @@ def flash_attention(
         q, k, v, causal=causal, window=window, softcap=softcap, scale=scale, cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse = _FlashAttention.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, problem, deterministic, config)
+    apply: Any = _FlashAttention.apply
+    out, lse = apply(q, k, v, cu_seqlens_q, cu_seqlens_k, problem, deterministic, config)
     return (out, lse) if return_lse else out
 
 

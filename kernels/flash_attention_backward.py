@@ -35,10 +35,10 @@ def row_terms_kernel(
     head = (tl.program_id(1) % heads).to(tl.int64)
     offs = start + tl.arange(0, BLOCK_M)
     inside = offs < rows
-    o = load_tile(
-        o_ptr + batch * stride_ob, 0, head, start, rows, stride_oh, stride_os, HEAD_DIM, BLOCK_M, BLOCK_D, False
-    )
-    do = load_tile(do_ptr + batch * stride_dob, 0, head, start, rows, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, False)  # fmt: skip
+    o_ptr += batch * stride_ob
+    do_ptr += batch * stride_dob
+    o = load_tile(o_ptr, 0, head, start, rows, stride_oh, stride_os, HEAD_DIM, BLOCK_M, BLOCK_D, False)
+    do = load_tile(do_ptr, 0, head, start, rows, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + batch * stride_gb + head * stride_gh + offs, mask=inside, other=0.0)
