@@ -30,7 +30,8 @@ class Ceilings:
     copy: bytes/s of a large device copy, read and written bytes together. read: bytes/s of reading alone.
     matmul: FLOP/s (OP/s for int8) of a large product by dtype key, as in the device table.
     launch_eager, launch_graph: seconds a kernel costs when launched one by one, and inside a replayed graph.
-    host_to_device, device_to_host: bytes/s with pinned memory. link: bus bandwidth between GPUs, bytes/s.
+    cores: that a CPU's figures were measured with. host_to_device, device_to_host: bytes/s with pinned memory. link:
+    bus bandwidth between GPUs, bytes/s.
     refused: what was measured and not believed, with the reason. details: sizes and such, for the reader.
     """
 
@@ -39,6 +40,7 @@ class Ceilings:
     torch: str
     driver: str | None
     time: str
+    cores: int | None = None
     copy: float | None = None
     read: float | None = None
     matmul: Mapping[str, float] = field(default_factory=dict)
@@ -59,12 +61,13 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class MachineKey:
-    """What must be equal for a calibration to speak of this machine."""
+    """What must be equal for a calibration to speak of this machine; ``cores`` only where the CPU is the device."""
 
     gpu: str
     machine: str
     torch: str
     driver: str | None
+    cores: int | None = None
 
 
 def save_ceilings(ceilings: Ceilings, folder: Path | None = None) -> Path:
@@ -107,8 +110,8 @@ def load_ceilings(key: MachineKey, folder: Path | None = None) -> tuple[Ceilings
         except (OSError, ValueError) as err:
             problems.append(f"{path.name}: {err}")
             continue
-        same = (ceilings.gpu, ceilings.machine, ceilings.torch, ceilings.driver, ceilings.method)
-        if same == (key.gpu, key.machine, key.torch, key.driver, CEILING_METHOD):
+        theirs = MachineKey(ceilings.gpu, ceilings.machine, ceilings.torch, ceilings.driver, ceilings.cores)
+        if theirs == key and ceilings.method == CEILING_METHOD:
             found.append(ceilings)
     return max(found, key=lambda c: c.time, default=None), problems
 

@@ -1,0 +1,132 @@
+"""A fixed matrix product and a fixed copy, run at the start and the end of every run.
+
+They never change, so that when their times do, the machine moved (heat, power, a neighbour) and not a technique.
+torch is imported inside the functions. ``python -m harness.sentinel DEVICE`` prints one reading as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.stopwatch import sample_seconds, steady
+
+#: Changes with what is run; readings of different methods are not compared.
+SENTINEL_METHOD = 1
+GPU_SIZE, GPU_COPY_BYTES = 4096, 1 << 30
+CPU_SIZE, CPU_COPY_BYTES = 512, 64 << 20
+#: A GPU's sustained clock wanders by a percent or two with heat and power; more than this has a cause.
+GPU_TOLERANCE = 0.03
+#: Times on a CPU vary by tens of percent with turbo, neighbours and the scheduler even on an idle host, so that only a
+#: gross change (a build started beside, a laptop gone to battery) can be told from the usual.
+CPU_TOLERANCE = 0.5
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One reading. Seconds of the product and the copy: the median on a GPU, the least on a CPU.
+
+    ``dtype``, ``size`` and ``copy_bytes`` say what was run.
+    """
+
+    device: str
+    dtype: str
+    size: int
+    copy_bytes: int
+    matmul_s: float
+    copy_s: float
+    method: int = SENTINEL_METHOD
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain JSON values; :meth:`from_record` reads them back."""
+        return asdict(self)
+
+    @staticmethod
+    def from_record(record: Mapping[str, Any]) -> Reading:
+        """The reading that :meth:`as_record` wrote; other keys are let be.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        return Reading(**{name: record[name] for name in Reading.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the machine moved between two readings. ``matmul`` and ``copy``: end over start, 1 is unmoved."""
+
+    moved: bool
+    reason: str | None
+    matmul: float | None
+    copy: float | None
+    tolerance: float
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def read_sentinel(device: str, budget_s: float = 0.3) -> Reading:
+    """Runs the product and the copy on ``cpu``, ``cuda`` or ``cuda:N``; about three times ``budget_s``."""
+    import torch
+
+    target = torch.device(device)
+    cuda = target.type == "cuda"
+    size, copy_bytes = (GPU_SIZE, GPU_COPY_BYTES) if cuda else (CPU_SIZE, CPU_COPY_BYTES)
+    dtype = torch.float32
+    if cuda:
+        torch.cuda.set_device(target)
+        dtype = torch.bfloat16 if torch.cuda.get_device_capability(target) >= (8, 0) else torch.float16
+        copy_bytes = min(copy_bytes, int(torch.cuda.mem_get_info(target)[0]) // 4)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(target, dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    source = torch.ones(copy_bytes, dtype=torch.uint8, device=target)
+    copied = torch.empty_like(source)
+    return Reading(
+        device=target.type,
+        dtype=str(dtype).removeprefix("torch."),
+        size=size,
+        copy_bytes=copy_bytes,
+        matmul_s=steady(sample_seconds(lambda: torch.mm(a, b, out=out), cuda, budget_s, 10, 200), cuda),
+        copy_s=steady(sample_seconds(lambda: copied.copy_(source), cuda, budget_s, 10, 200), cuda),
+    )
+
+
+def moved(start: Reading, end: Reading, tolerance: float | None = None) -> Verdict:
+    """Whether either time changed by more than the tolerance, in either direction.
+
+    Args:
+        tolerance: relative; None takes the device's own (:data:`GPU_TOLERANCE`, :data:`CPU_TOLERANCE`).
+    """
+    if tolerance is None:
+        tolerance = CPU_TOLERANCE if start.device == "cpu" else GPU_TOLERANCE
+    same = ("device", "dtype", "size", "copy_bytes", "method")
+    unlike = [name for name in same if getattr(start, name) != getattr(end, name)]
+    times = (start.matmul_s, start.copy_s, end.matmul_s, end.copy_s)
+    if unlike or not all(0 < t < float("inf") for t in times):
+        why = f"their {', '.join(unlike)} differ" if unlike else f"a time is not a positive number: {times}"
+        return Verdict(True, f"the two sentinel readings cannot be compared: {why}", None, None, tolerance)
+    matmul, copy = end.matmul_s / start.matmul_s, end.copy_s / start.copy_s
+    parts = []
+    for name, ratio, before, after in (
+        ("product", matmul, start.matmul_s, end.matmul_s),
+        ("copy", copy, start.copy_s, end.copy_s),
+    ):
+        if max(ratio, 1 / ratio) > 1 + tolerance:
+            parts.append(f"the fixed {name} went from {before * 1e3:.4g} to {after * 1e3:.4g} ms ({ratio - 1:+.1%})")
+    reason = f"{' and '.join(parts)}; {tolerance:.0%} is allowed" if parts else None
+    return Verdict(bool(parts), reason, matmul, copy, tolerance)
+
+
+def main(arguments: list[str]) -> int:
+    """Print one reading of the device that is named."""
+    print(json.dumps(read_sentinel(arguments[0] if arguments else "cpu").as_record(), allow_nan=False))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
