@@ -14,7 +14,7 @@ import gc
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch
 from harness import memory, opcase
 from harness.check import Verdict, judge, judge_scored
 from harness.clock import WallClock, clock_for, inner_calls
-from harness.conditions import Watch
+from harness.conditions import Conditions, watch_device
 from harness.errors import PairbenchError
 from harness.job import Events, MeasureJob
 from harness.pair import Context, Inputs, Pair, Variant
@@ -32,6 +32,8 @@ from harness.sampling import MIN_SAMPLES, Lane, Plan, Series, sample_all
 from harness.workload import Workload
 
 LOW_PRECISION = ("bfloat16", "float16")
+#: Seconds between two looks at the machine while it is being measured.
+POKE_S = 0.25
 
 
 @dataclass
@@ -257,20 +259,32 @@ class Measurement:
             self.events.begin(self.workload.name, entry.name, "time")
             clocks[entry.name] = RankedClock(clock_for(self.pair.kind, self.device), self.agreement)
             lanes.append(self._lane(entry, clocks[entry.name], inputs, apart or entry.variant.exclusive))
+        watch = watch_device(self.job.device)
+        looked = 0.0
+
+        def decide(more: bool) -> bool:
+            nonlocal looked
+            if time.perf_counter() - looked > POKE_S:
+                watch.poke()
+                looked = time.perf_counter()
+            return self.agreement.decide(more)
+
         plan = Plan(
             budget=self.job.budget_s,
             least=MIN_SAMPLES[self.pair.kind],
             exactly=self.job.samples,
             seed=self.job.seed,
-            decide=self.agreement.decide,
+            decide=decide,
             shuffle=self.agreement.tell,
         )
-        watch = Watch(self.job.device)
-        watch.start()
-        started = time.perf_counter()
-        series = sample_all(lanes, plan)
-        span = time.perf_counter() - started
-        conditions = watch.stop()
+        for again in (True, False):
+            watch.start()
+            started = time.perf_counter()
+            series = sample_all(lanes, plan)
+            span = time.perf_counter() - started
+            conditions = watch.stop()
+            if not again or not self.agreement.tell(conditions.disturbed):
+                break
         for entry in entries:
             self._keep(entry, series[entry.name], clocks[entry.name], conditions, span)
 
@@ -299,7 +313,7 @@ class Measurement:
 
         return Lane(entry.name, sample, exclusive, enter, leave)
 
-    def _keep(self, entry: Entry, series: Series, clock: RankedClock, conditions: Any, span: float) -> None:
+    def _keep(self, entry: Entry, series: Series, clock: RankedClock, conditions: Conditions, span: float) -> None:
         base = clock.clock
         entry.parts["samples"] = {
             "values": series.values,
@@ -315,7 +329,9 @@ class Measurement:
         entry.costs["sampling_s"] = span
         if clock.skews:
             entry.parts["samples"]["skew"] = clock.skews[-len(series.values) :]
-        entry.parts["conditions"] = conditions
+        entry.parts["conditions"] = conditions.as_record()
+        if conditions.disturbed:
+            entry.parts["conditions"]["unfit"] = "; ".join(conditions.why) or "the machine was disturbed"
         case = entry.case
         if case is None:
             return
@@ -373,6 +389,10 @@ class Measurement:
             m = entry.memory
             parts["memory"] = {"peak": m.peak, "absolute": m.absolute, "reserved": m.reserved, "reason": m.reason}
         parts["input_bytes"] = _tensor_bytes(self._inputs)
+        parts["work"] = asdict(self.pair.work(self.workload))
+        parts["compute_dtype"] = entry.variant.compute_dtype
+        if self.pair.predict is not None:
+            parts["predicted"] = self.pair.predict(self.workload)
         self.events.result(self.workload.name, entry.name, status, reason, **parts)
 
     def _fence(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.discover import Technique, find, techniques, workloads_of
@@ -94,7 +94,7 @@ def _set(workload: Workload, request: Request, unknown_settings: set[str]) -> Wo
             raise UsageError(f"{workload.technique} runs on one rank; --ranks {request.ranks} does not apply to it")
     for key, value in (("model", request.model), ("trace", request.trace)):
         if value is not None and key in workload.dims:
-            settings[key] = value
+            settings[key] = Path(value).name  # a record says what was read, not where one machine keeps it
     return apply_settings(workload, settings)
 
 
@@ -139,11 +139,3 @@ def _workload_file(path: Path, chosen: Sequence[Technique]) -> dict[str, list[Wo
             raise unknown("technique in the workload file", str(name), [t.name for t in chosen])
         by_name.setdefault(str(name), []).append({"tier": "quick", **raw})
     return {name: parse_workloads(name, group, str(path)) for name, group in by_name.items()}
-
-
-def with_digests(item: Item, digests: Mapping[str, str]) -> Item:
-    """The item with the digests of model, trace and text set on the workloads that name them."""
-    workloads = tuple(
-        replace(w, digests={k: v for k, v in digests.items() if k in w.dims}) if digests else w for w in item.workloads
-    )
-    return replace(item, workloads=workloads)

@@ -1,0 +1,61 @@
+"""The command line: ``pairbench``, also ``python -m harness``. Each group of commands has a module of its own.
+
+Only typer is imported here; a command imports what it needs when it runs, so that ``pairbench list`` stays quick.
+Exit codes: 0 all well, 1 something measured is wrong or broke, 2 bad use, 3 the machine is not fit, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+import typer
+
+from harness.commands import inspect, measure, setup
+from harness.errors import PairbenchError
+
+
+def make_app() -> typer.Typer:
+    """The whole command line, with the groups of history and regressions."""
+    app = typer.Typer(
+        name="pairbench",
+        help="Does this optimization pay on this machine, is it right, and did last night's commit make it worse?",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    for module in (inspect, measure, setup):
+        module.register(app)
+    _register_rest(app)
+    return app
+
+
+def _register_rest(app: typer.Typer) -> None:
+    import importlib
+
+    for name in ("harness.history.cli", "harness.regress.cli", "harness.regress.cli_history"):
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        module.register(app)
+
+
+def main() -> None:
+    """Runs the command line; a :class:`PairbenchError` becomes its message and its exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        make_app()(standalone_mode=True)
+    except PairbenchError as err:
+        print(f"pairbench: {err}", file=sys.stderr)
+        raise SystemExit(err.exit_code) from None
+    except KeyboardInterrupt:
+        print("pairbench: interrupted; what was measured until now is kept", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """A polite kill ends a run as Ctrl-C does: children are ended, records kept."""
+    raise KeyboardInterrupt

@@ -1,0 +1,1 @@
+"""The commands of ``pairbench``, a group a file."""

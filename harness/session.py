@@ -1,0 +1,213 @@
+"""One run from its request to its exit code: plan, store, machine, sentinel, techniques, summary. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.assemble import Facts
+from harness.devices import Found, lookup
+from harness.errors import UsageError
+from harness.history.store import Store, default_store
+from harness.machine import Machine
+from harness.metric_names import METRICS
+from harness.plan import Item, Request, make_plan
+from harness.provenance import provenance
+from harness.record import EXIT_CODES, new_run_id
+from harness.report import Reporter
+from harness.runner import Runner, Settings
+from harness.serving.metrics import Slo
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run is made, beside what it measures. store: where to; None means the user's own history."""
+
+    device: str
+    store: str | None = None
+    keep: bool = True
+    timing: bool = True
+    samples: int | None = None
+    budget_s: float | None = None
+    limit_s: float | None = None
+    seed: int = 0
+    share_gpus: bool = False
+    slo: tuple[float | None, float | None] = (None, None)
+    gpu_hour_price: float | None = None
+    csv: Path | None = None
+    argv: Sequence[str] = ()
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    exit_code: int = 0
+    run: str = ""
+
+
+class NoSink:
+    """Keeps nothing."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Lets the record go."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class Session:
+    """Carries one request out."""
+
+    def __init__(self, request: Request, options: Options, reporter: Reporter) -> None:
+        self.request, self.options, self.reporter = request, options, reporter
+
+    def run(self) -> Result:
+        """Measures and records.
+
+        Raises:
+            UsageError: the request cannot be met (before anything is measured).
+            StoreError: the store cannot be written (before anything is measured).
+        """
+        options = self.options
+        items = with_real_digests(make_plan(self.request), self.request)
+        if options.csv is not None and options.csv.exists():
+            raise UsageError(f"--csv {options.csv}: the file exists; name a new one, nothing is overwritten")
+        where = provenance(options.device)
+        run = new_run_id()
+        sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if options.keep else NoSink()
+        machine = Machine(options.device, where, self.reporter)
+        facts = Facts(
+            run=run,
+            provenance=where,
+            found=_device_row(where["host"]),
+            slo=Slo(*options.slo) if any(options.slo) else None,
+            gpu_hour_price=options.gpu_hour_price,
+        )
+        result = Result(run=run)
+        started = time.monotonic()
+        self.reporter.begin(sum(len(i.workloads) for i in items))
+        try:
+            sink.append(self._header(facts, items))
+            before = machine.begin() if options.timing else None
+            facts.ceilings = machine.ceilings
+            if before is not None:
+                sink.append({**facts.header("sentinel"), "when": "start", **before})
+            settings = self._settings()
+            runner = Runner(facts, sink, settings)
+            result.records = runner.records
+            runner.run(items)
+            if options.timing:
+                verdict = machine.end()
+                sink.append({**facts.header("sentinel"), "when": "end", **verdict})
+                if verdict["moved"]:
+                    self.reporter.warn(f"the machine moved during this run: {verdict['reason']}")
+                    result.exit_code = 3
+        finally:
+            self.reporter.end()
+            sink.close()
+        self._summary(result, time.monotonic() - started)
+        return result
+
+    def _settings(self) -> Settings:
+        o = self.options
+        return Settings(
+            device=o.device,
+            tier=self.request.tier,
+            timing=o.timing,
+            budget_s=o.budget_s,
+            samples=o.samples,
+            seed=o.seed,
+            limit_s=o.limit_s,
+            model=self.request.model,
+            trace=self.request.trace,
+            share_gpus=o.share_gpus,
+            note=self.reporter.note,
+            show=self.reporter.show,
+            done=self.reporter.done,
+        )
+
+    def _header(self, facts: Facts, items: Sequence[Item]) -> dict[str, Any]:
+        p = facts.provenance
+        asked = {"argv": list(self.options.argv), "tier": self.request.tier, "device": self.options.device}
+        plan = [
+            {"technique": i.technique.name, "workloads": [w.name for w in i.workloads], "ranks": i.ranks} for i in items
+        ]
+        return {
+            **facts.header("run"),
+            "asked": asked,
+            "plan": plan,
+            "commit_subject": p.get("commit_subject"),
+            "commit_source": p.get("commit_source"),
+            "commit_reason": p.get("commit_reason"),
+            "changed": p.get("changed"),
+            "stack": p["stack"],
+            "host": p["host"],
+            "env": p["env"],
+            "ci": p["ci"],
+        }
+
+    def _summary(self, result: Result, seconds: float) -> None:
+        worst = max((EXIT_CODES[r["status"]] for r in result.records if not _unfitting_baseline(r)), default=0)
+        result.exit_code = max(worst, result.exit_code) if worst != 1 else 1
+        counts: dict[str, int] = {}
+        for record in result.records:
+            counts[record["status"]] = counts.get(record["status"], 0) + 1
+        said = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing measured"
+        timed = sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(result.records))
+        outside = f"; {1 - timed / seconds:.0%} of {seconds:.0f} s outside sampling" if self.options.timing else ""
+        self.reporter.note(f"run {result.run}: {said}{outside}")
+        if counts.get("unsettled"):
+            self.reporter.warn(
+                "unsettled figures are no one's baseline: the machine was busy; run again on a quiet one"
+            )
+        if self.options.csv is not None:
+            write_csv(self.options.csv, result.records)
+
+
+def with_real_digests(items: list[Item], request: Request) -> list[Item]:
+    """Sets the digests of the model, trace and text that workloads name, so that a changed file is a new series."""
+    from harness.digests import set_digests
+
+    return [set_digests(item, request.model, request.trace) for item in items]
+
+
+def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """One row a record, one column a metric; refuses to overwrite."""
+    plain = ["technique", "workload", "variant", "dtype", "ranks", "gpu", "commit", "dirty", "run", "status", "reason"]
+    names = [m for m in METRICS if any(m in r["metrics"] for r in records)]
+    with open(path, "x", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*plain, *(f"{m} [{METRICS[m].unit}]" for m in names)])
+        for record in records:
+            values = [record["metrics"].get(m, {}).get("value", "") for m in names]
+            writer.writerow([*(record.get(k, "") for k in plain), *values])
+
+
+def _device_row(host: Mapping[str, Any]) -> Found | None:
+    if host.get("device") != "cuda":
+        return None
+    name = host.get("gpu_name")
+    return (
+        lookup(name, host.get("gpu_memory_bytes"))
+        if name
+        else Found(None, str(host.get("gpu_reason") or "unknown GPU"))
+    )
+
+
+def _unfitting_baseline(record: Mapping[str, Any]) -> bool:
+    return bool(record["status"] == "oom" and record["variant"] == "baseline")
+
+
+def _one_a_workload(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The sampling time is that of the whole workload, and each of its records carries it."""
+    kept: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+    for record in records:
+        if "sampling_s" in (record.get("costs") or {}):
+            kept[(record["technique"], record["workload"], record["ranks"])] = record
+    return list(kept.values())
