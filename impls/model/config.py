@@ -39,6 +39,16 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if any(not math.isfinite(factor) or factor <= 0 for factor in self.factors):
+            raise ModelError("a divisor of the rotary frequencies is not positive")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"rope scaling: high_freq_factor {self.high_freq_factor} must exceed "
+                f"low_freq_factor {self.low_freq_factor}"
+            )
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -63,13 +73,7 @@ class ModelConfig:
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            wanted_int = field.type == "int"
-            if wanted_int and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ModelError(f"{field.name} must be a whole number of at least 1, got {value!r}")
-            if field.type == "float" and not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ModelError(f"{field.name} must be a positive number, got {value!r}")
+        _check_numbers(self)
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
@@ -99,6 +103,19 @@ class ModelConfig:
         """16 hex digits that two configurations share exactly when they describe the same computation."""
         text = json.dumps(asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _check_numbers(config: RopeScaling | ModelConfig) -> None:
+    """Hold the fields against their types, and make floats of whole numbers, so that 2 and 2.0 have one digest."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if field.type == "int" and not (number and isinstance(value, int) and value >= 1):
+            raise ModelError(f"{field.name} must be a whole number of at least 1, got {value!r}")
+        if field.type == "float":
+            if not (number and math.isfinite(value) and value > 0):
+                raise ModelError(f"{field.name} must be a positive number, got {value!r}")
+            object.__setattr__(config, field.name, float(value))
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
@@ -258,14 +275,14 @@ def _hf_rope(raw: Mapping[str, Any], path: Path) -> tuple[float, RopeScaling | N
         return theta, None
     try:
         if kind == "linear":
-            return theta, RopeScaling("linear", factor=float(rope["factor"]))
+            return theta, RopeScaling("linear", factor=rope["factor"])
         if kind == "llama3":
             return theta, RopeScaling(
                 "llama3",
-                factor=float(rope["factor"]),
-                low_freq_factor=float(rope["low_freq_factor"]),
-                high_freq_factor=float(rope["high_freq_factor"]),
-                original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+                factor=rope["factor"],
+                low_freq_factor=rope["low_freq_factor"],
+                high_freq_factor=rope["high_freq_factor"],
+                original_max_position_embeddings=rope["original_max_position_embeddings"],
             )
     except KeyError as error:
         raise ModelError(f"{path}: rope scaling {kind!r} lacks the entry {error.args[0]!r}") from error
@@ -305,7 +322,7 @@ def config_from_gguf(metadata: Mapping[str, Any], path: Path, *, tied: bool, fac
     scaling = RopeScaling("factors", factors=factors) if factors else None
     kind = metadata.get("llama.rope.scaling.type", "none")
     if kind == "linear":
-        scaling = RopeScaling("linear", factor=float(entry("rope.scaling.factor")))
+        scaling = RopeScaling("linear", factor=_decimal(entry("rope.scaling.factor")))
     elif kind != "none":
         raise ModelError(f"{path}: rope scaling {kind!r} is not supported, only none, linear and rope_freqs")
     vocabulary = metadata.get("llama.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
@@ -319,9 +336,8 @@ def config_from_gguf(metadata: Mapping[str, Any], path: Path, *, tied: bool, fac
             num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
             head_dim=head_dim,
             max_position_embeddings=entry("context_length"),
-            # GGUF keeps float32: six digits give back the decimal that was meant.
-            rms_norm_eps=float(f"{entry('attention.layer_norm_rms_epsilon'):.6g}"),
-            rope_theta=float(f"{metadata.get('llama.rope.freq_base', 10000.0):.6g}"),
+            rms_norm_eps=_decimal(entry("attention.layer_norm_rms_epsilon")),
+            rope_theta=_decimal(metadata.get("llama.rope.freq_base", 10000.0)),
             rope_scaling=scaling,
             tie_word_embeddings=tied,
         )
@@ -329,3 +345,8 @@ def config_from_gguf(metadata: Mapping[str, Any], path: Path, *, tied: bool, fac
         if str(path) in str(error):
             raise
         raise ModelError(f"{path}: {error}") from error
+
+
+def _decimal(value: Any) -> Any:
+    """GGUF keeps float32: six digits give back the decimal that was meant. What is no number is left to be refused."""
+    return float(f"{value:.6g}") if isinstance(value, int | float) else value

@@ -47,8 +47,12 @@ class SafetensorsSource:
                 f"{info.file}: the tensor {info.stored_name!r} is stored as {info.encoding}, "
                 f"supported are {', '.join(ENCODINGS)}"
             )
-        with need("safetensors").safe_open(str(info.file), framework="pt", device="cpu") as file:
-            tensor: Tensor = file.get_tensor(info.stored_name)
+        safetensors = need("safetensors")
+        try:
+            with safetensors.safe_open(str(info.file), framework="pt", device="cpu") as file:
+                tensor: Tensor = file.get_tensor(info.stored_name)
+        except safetensors.SafetensorError as error:
+            raise ModelError(f"{info.file}: the tensor {info.stored_name!r} cannot be read ({error})") from error
         return tensor
 
     def _drop_tied_head(self) -> None:

@@ -79,7 +79,7 @@ def read_gguf(path: Path) -> GGUFFile:
             cursor = _Cursor(data, path)  # type: ignore[arg-type]  # a map slices and unpacks like bytes
             try:
                 return _parse(cursor, path)
-            except (struct.error, UnicodeDecodeError, MemoryError, OverflowError) as error:
+            except (struct.error, UnicodeDecodeError, MemoryError, OverflowError, RecursionError) as error:
                 raise ModelError(
                     f"{path}: truncated or damaged: {cursor.what} cannot be read "
                     f"at byte {cursor.at} of {size} ({error})"
@@ -107,6 +107,8 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFFile:
         encoding, offset = cursor.take("I")[0], cursor.take("Q")[0]
         table.append((name, shape, encoding, offset))
     alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ModelError(f"{path}: general.alignment is {alignment!r}, not a positive number")
     data_begin = -(-cursor.at // alignment) * alignment
     tensors = {
         name: TensorInfo(name, shape, path, data_begin + offset, *_stored_size(path, name, shape, encoding))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -51,14 +51,18 @@ class Source(Protocol):
         ...
 
 
-def check_tensors(tensors: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]], where: Path) -> None:
+def check_tensors(
+    tensors: Mapping[str, TensorInfo], expected: Iterable[tuple[str, tuple[int, ...]]], where: Path
+) -> None:
     """Hold what is stored against what the configuration asks for, before anything is read.
 
     Raises:
         ModelError: a tensor is missing, unknown or of a wrong shape, or its bytes end after the file does. The file
             and the tensor are named.
     """
-    for name, shape in expected.items():
+    wanted = set()
+    for name, shape in expected:
+        wanted.add(name)
         if name not in tensors:
             raise ModelError(f"{where}: the tensor {name!r} of shape {shape} is missing")
         info = tensors[name]
@@ -67,7 +71,7 @@ def check_tensors(tensors: Mapping[str, TensorInfo], expected: Mapping[str, tupl
                 f"{info.file}: the tensor {info.stored_name!r} has shape {info.shape}, "
                 f"the configuration asks for {shape}"
             )
-    unknown = sorted(info.stored_name for name, info in tensors.items() if name not in expected)
+    unknown = sorted(info.stored_name for name, info in tensors.items() if name not in wanted)
     if unknown:
         some = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
         raise ModelError(f"{where}: tensors that a Llama-family decoder does not have: {some}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -71,7 +71,7 @@ def load_model(
         digest = source_digest(source)
     with torch.device("meta"):
         model = Decoder(config, parts)
-    for name, size in expected_shapes(config).items():
+    for name, size in expected_shapes(config):
         tensor = read(name, size)
         if place is not None:
             tensor = place(name, tensor)
@@ -108,11 +108,32 @@ def open_source(path: str | Path) -> Source:
     return GGUFSource(path)
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter that a checkpoint of this configuration must hold, by the decoder's name."""
-    with torch.device("meta"):
-        model = Decoder(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every parameter that a checkpoint of this configuration must hold, one by one.
+
+    Not read from a built model: a damaged file may declare a billion layers.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    query_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    projections = {"q_proj": query_width, "k_proj": kv_width, "v_proj": kv_width}
+    yield "embed_tokens.weight", (config.vocab_size, width)
+    for layer in range(config.num_layers):
+        prefix = f"layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (width,)
+        for name, rows in projections.items():
+            yield f"{prefix}.self_attn.{name}.weight", (rows, width)
+            if config.attention_bias:
+                yield f"{prefix}.self_attn.{name}.bias", (rows,)
+        yield f"{prefix}.self_attn.o_proj.weight", (width, query_width)
+        if config.attention_bias:
+            yield f"{prefix}.self_attn.o_proj.bias", (width,)
+        yield f"{prefix}.post_attention_layernorm.weight", (width,)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, width)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, width)
+        yield f"{prefix}.mlp.down_proj.weight", (width, inner)
+    yield "norm.weight", (width,)
+    if not config.tie_word_embeddings:
+        yield "lm_head.weight", (config.vocab_size, width)
 
 
 def random_weight(config: ModelConfig, name: str, size: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
