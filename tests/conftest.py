@@ -1,0 +1,52 @@
+"""What all tests share: Triton's interpreter where there is no GPU, a data folder of their own, and skips with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+# Read when a kernel's module is imported, so before any test is collected.
+_HAS_GPU = os.path.exists("/dev/nvidiactl")
+if not _HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def _gpus() -> int:
+    if not _HAS_GPU or importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nothing that a test does reaches the user's history, models or ceilings."""
+    os.environ["PAIRBENCH_DATA"] = str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data beside the checkout; a test that needs it is skipped where it is absent."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no ../shared beside the checkout: real traces and noise are not here")
+    return folder
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need GPUs say why they do not run."""
+    gpus = _gpus()
+    for item in items:
+        if "multi_gpu" in item.keywords and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs, has {gpus}"))
+        elif "gpu" in item.keywords and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
