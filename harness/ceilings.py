@@ -2,15 +2,11 @@
 
 A record's share of a ceiling says more than its share of a datasheet, which no program reaches. A figure above the
 datasheet is refused with the reason and not kept as a ceiling. torch is imported inside the functions.
-
-``python -m harness.ceilings DEVICE`` measures, keeps and prints them as JSON, in a process of its own.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from harness.devices import Device, Found, canonical_dtype, lookup, peak_flops
 from harness.machine_store import Ceilings, MachineKey, load_ceilings, save_ceilings
 from harness.metrics import BANDWIDTH_SLACK, RATE_SLACK
-from harness.provenance import provenance
 from harness.record import utc_now
 from harness.stopwatch import launch_seconds, steady_seconds
 
@@ -295,18 +290,3 @@ def _graph_launch(one: torch.Tensor, count: int) -> float:
         for _ in range(count):
             one.add_(1)
     return steady_seconds(graph.replay, True, GPU_BUDGET_S) / count
-
-
-def main(arguments: list[str]) -> int:
-    """Measure, keep and print the ceilings of the device that is named; ``--recalibrate`` measures anew."""
-    device = next((a for a in arguments if not a.startswith("-")), "cpu")
-    where = provenance(device, ask_torch=True)
-    ceilings, problems = ensure_ceilings(device, where, recalibrate="--recalibrate" in arguments)
-    for problem in problems:
-        print(problem, file=sys.stderr)
-    print(json.dumps(ceilings.as_dict(), allow_nan=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

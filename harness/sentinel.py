@@ -1,13 +1,11 @@
 """A fixed matrix product and a fixed copy, run at the start and the end of every run.
 
 They never change, so that when their times do, the machine moved (heat, power, a neighbour) and not a technique.
-torch is imported inside the functions. ``python -m harness.sentinel DEVICE`` prints one reading as JSON.
+torch is imported inside the functions.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -120,13 +118,3 @@ def moved(start: Reading, end: Reading, tolerance: float | None = None) -> Verdi
             parts.append(f"the fixed {name} went from {before * 1e3:.4g} to {after * 1e3:.4g} ms ({ratio - 1:+.1%})")
     reason = f"{' and '.join(parts)}; {tolerance:.0%} is allowed" if parts else None
     return Verdict(bool(parts), reason, matmul, copy, tolerance)
-
-
-def main(arguments: list[str]) -> int:
-    """Print one reading of the device that is named."""
-    print(json.dumps(read_sentinel(arguments[0] if arguments else "cpu").as_record(), allow_nan=False))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -134,23 +134,10 @@ def test_they_are_measured_once_and_kept(tmp_path):
     assert len(calls) == 3
 
 
-def test_the_command_prints_what_it_kept(small, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PAIRBENCH_DATA", str(tmp_path))
-    assert module.main(["cpu"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["copy"] > 0
-    assert module.main(["cpu"]) == 0
-    assert json.loads(capsys.readouterr().out) == printed
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_believed():
-    import torch
-
     from harness.provenance import provenance
 
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA GPU")
     found = measure_ceilings("cuda", provenance("cuda", ask_torch=True))
     assert found.copy is not None
     assert "bfloat16" in found.matmul

@@ -73,11 +73,6 @@ def test_a_cpu_reading_comes_back_from_its_record(small):
     assert Reading.from_record(record) == reading
 
 
-def test_the_command_prints_a_reading(small, capsys):
-    assert sentinel.main(["cpu"]) == 0
-    assert Reading.from_record(json.loads(capsys.readouterr().out)).device == "cpu"
-
-
 def test_a_slower_machine_is_noticed_end_to_end(small, monkeypatch):
     """The same code on a machine made four times slower is told, whatever the technique did."""
     start = read_sentinel("cpu", budget_s=0.01)
