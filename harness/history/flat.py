@@ -3,7 +3,7 @@
 Compacted files carry these columns beside the whole line, and the reader's index carries them for runs that are not
 compacted yet, so that a query never parses JSON. Metrics become three columns each: ``m_latency``,
 ``m_latency_low`` and ``m_latency_high``; empty where a record does not have them. Objects that a view only shows
-(``dims``, ``stack``, ``counters``, ``missing``, ``digests``) stay JSON text.
+(``dims``, ``claim``, ``stack``, ``counters``, ``missing``, ``digests``) stay JSON text.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ TEXT: Final[Mapping[str, Path]] = {
             "commit_date",
             "commit_subject",
             "commit_source",
+            "relieves",
+            "compute_dtype",
+            "reproduce",
+            "when",
         )
     },
     "clock": ("samples", "clock"),
@@ -78,17 +82,20 @@ NUMBER: Final[Mapping[str, Path]] = {
     "check_s": ("costs", "check_s"),
     "gpu_count": ("host", "gpu_count"),
     "power_limit_w": ("host", "power_limit_w"),
+    "matmul_s": ("matmul_s",),
+    "copy_s": ("copy_s",),
 }
 WHOLE: Final[Mapping[str, Path]] = {"schema": ("schema",), "method": ("method",), "ranks": ("ranks",)}
 FLAG: Final[Mapping[str, Path]] = {
     "dirty": ("dirty",),
     "declared": ("declared",),
     "synthetic": ("synthetic",),
+    "moved": ("moved",),
     "check_passed": ("check", "passed"),
     "host_bound": ("samples", "host_bound"),
     "settled": ("samples", "settled"),
 }
-OBJECT: Final = ("dims", "digests", "stack", "counters", "missing")
+OBJECT: Final = ("dims", "digests", "claim", "stack", "counters", "missing")
 PARTS: Final = ("value", "low", "high")
 
 

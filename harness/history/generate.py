@@ -151,11 +151,9 @@ class Maker:
         return run_id, records
 
     def _sentinel(self, common: dict[str, Any], when: str) -> dict[str, Any]:
-        values = {
-            "product": 1e-3 * self._dice.gauss(1, 0.003),
-            "copy": 5e-4 * self._dice.gauss(1, 0.003),
-        }
-        return {**common, "type": "sentinel", "id": f"{common['run']}-{when}", "when": when, "values": values}
+        reading = {"matmul_s": 2e-4 * self._dice.gauss(1, 0.003), "copy_s": 5e-4 * self._dice.gauss(1, 0.003)}
+        moved = {"moved": False, "reason": None} if when == "end" else {}
+        return {**common, "type": "sentinel", "id": f"{common['run']}-{when}", "when": when, **reading, **moved}
 
     def _technique_records(
         self, common: dict[str, Any], technique: str, family: str, index: int
@@ -202,6 +200,7 @@ class Maker:
             "ranks": ranks,
             "status": status,
             "reason": None if status == "passed" else f"synthetic {status}",
+            "reproduce": f"pairbench run {technique} --workload w{workload}",
             "dims": {"rows": 4096 << workload, "width": 4096, "rate": 2.0 * (workload + 1)},
         }
         if status != "passed":
@@ -248,17 +247,12 @@ def hash_share(*words: str) -> float:
     return int.from_bytes(hashlib.sha256("/".join(words).encode()).digest()[:4], "big") / 2**32
 
 
-def refuse_results(store: Store) -> None:
-    """Synthetic records have no place among results.
-
-    Raises:
-        StoreError: the store lies in a folder ``results`` beside the harness.
-    """
+def is_results(store: Store) -> bool:
+    """Whether a store lies in the results of a checkout: in a folder ``results`` beside the harness."""
     if store.path is None:
-        return
-    for folder in (store.path.resolve(), *store.path.resolve().parents):
-        if folder.name == "results" and (folder.parent / "harness").is_dir():
-            raise StoreError(f"store {store.url}: synthetic records do not belong in the results of a checkout")
+        return False
+    whole = store.path.resolve()
+    return any(folder.name == "results" and (folder.parent / "harness").is_dir() for folder in (whole, *whole.parents))
 
 
 def generate(store: Store, shape: Shape, *, parquet: bool = True, commits: Sequence[str] = ()) -> Generated:
@@ -271,7 +265,8 @@ def generate(store: Store, shape: Shape, *, parquet: bool = True, commits: Seque
         StoreError: the store is not a local folder, cannot be written, or holds results.
         UsageError: a shape that makes nothing.
     """
-    refuse_results(store)
+    if is_results(store):
+        raise StoreError(f"store {store.url}: synthetic records do not belong in the results of a checkout")
     if store.path is None:
         raise StoreError(f"store {store.url}: synthetic records are written into local folders only")
     maker = Maker(shape, commits)

@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 from harness.errors import UsageError, unknown
 from harness.history.engine import History, Row, as_object
-from harness.history.flat import metric_column
+from harness.history.flat import OBJECT, metric_column
 from harness.metric_names import METRICS
 from harness.stats import median
 
@@ -101,7 +101,7 @@ def latest(history: History, **filters: Any) -> list[Row]:
     """The newest record of every technique × variant × workload × dtype × GPU type × ranks, with all flat columns."""
     condition, values = where(filters)
     rows = history.rows(
-        f"SELECT * EXCLUDE (line, place, row_number) FROM latest WHERE {condition} "
+        f"SELECT * EXCLUDE (line, place, row_number, store, holder, number) FROM latest WHERE {condition} "
         "ORDER BY technique, gpu, workload, ranks, variant",
         values,
     )
@@ -109,7 +109,7 @@ def latest(history: History, **filters: Any) -> list[Row]:
 
 
 def _opened(row: Row) -> Row:
-    for name in ("dims", "digests", "stack", "counters", "missing"):
+    for name in OBJECT:
         if name in row:
             row[name] = as_object(row[name])
     return row
