@@ -1,0 +1,420 @@
+"""LayerNorm, dropout and residual add in one pass each way.
+
+    normed = (x - mean) * rstd * weight + bias,        rstd = 1 / sqrt(variance + eps), one a row
+    out    = residual + normed * keep / (1 - p)
+
+Bytes through device memory, per element of e bytes (p > 0, mask m = 1 byte an element where it is stored):
+
+    forward    plain  layer_norm (2e) + dropout (2e + m) + add (3e): 7e + m
+               fused  read x and residual, write out: 3e
+    backward   plain  dropout (2e + m) + layer_norm (3e, and two reductions that read 2e again): 7e + m
+               fused  read grad_out and x, write grad_x: 3e; the gradient of residual is grad_out itself
+
+Dropout. The mask is a function of (seed, row, column) and is made again in the backward instead of being stored.
+Philox-4x32-10 gives four 32-bit words a call; each is split in two, so one call serves eight neighbouring elements.
+One call an element would make the kernel arithmetic-bound at about half of the memory's speed. An element is
+dropped when its 16-bit draw lies below round(p * 65536): the rate is p to the nearest multiple of 2⁻¹⁶, exactly,
+and the scale is the reciprocal of that keep rate.
+
+Design. As add_rms_norm: tiles of whole rows held in registers (mean and variance in two passes over registers, no
+cancellation), a persistent grid that loads ahead, partial rows for both weight gradients, no atomics.
+
+Sources: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3; Srivastava et al., "Dropout", 2014, section
+10; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, section 3.3 (Philox).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels._rows import (
+    as_rows,
+    check_beside,
+    check_float,
+    check_like,
+    check_vector,
+    check_width,
+    multiprocessors,
+    on_device_of,
+)
+from kernels._tiles import load_tile, sum_rows
+
+MAX_COLUMNS = 16_384
+DRAWS = 65_536
+_GROUP = 8  # elements a Philox call
+
+
+class Launch(NamedTuple):
+    """The shape of one launch, by row length; the one place to tune."""
+
+    tile_rows: int
+    block: int  # columns padded to a power of two, at least one Philox group
+    warps: int
+    programs: int  # a multiprocessor
+    registers: int  # a thread, so that all these programs are resident at once
+    prefetch: bool
+
+
+def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
+    """As add_rms_norm, with 16 warps a multiprocessor both ways: Philox's state takes the registers of the rest.
+
+    The backward of rows past 8,192 is the one case that spills: its two float32 sums alone fill half of the registers.
+    """
+    block = max(_GROUP, triton.next_power_of_2(columns))
+    tile_rows = max(1, 2048 // block)
+    warps = max(4, tile_rows * block * itemsize // 1024)
+    most = 16
+    prefetch = warps <= most
+    warps = min(32 if warps > (most if backward else 2 * most) else most, warps)
+    programs = max(1, 16 // warps)
+    return Launch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
+
+
+@triton.jit
+def _keep(seed, row, threshold, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Which elements of a tile stay: eight draws of 16 bits a Philox call, for eight neighbours in a row."""
+    counter = row * GROUPS + tl.arange(0, BLOCK // 8)[None, :]
+    w0, w1, w2, w3 = tl.randint4x(seed, counter)
+    k0 = tl.join((w0 & 0xFFFF).to(tl.int32) >= threshold, (w0 >> 16).to(tl.int32) >= threshold)
+    k1 = tl.join((w1 & 0xFFFF).to(tl.int32) >= threshold, (w1 >> 16).to(tl.int32) >= threshold)
+    k2 = tl.join((w2 & 0xFFFF).to(tl.int32) >= threshold, (w2 >> 16).to(tl.int32) >= threshold)
+    k3 = tl.join((w3 & 0xFFFF).to(tl.int32) >= threshold, (w3 >> 16).to(tl.int32) >= threshold)
+    return tl.reshape(tl.join(tl.join(k0, k1), tl.join(k2, k3)), (ROWS, BLOCK))
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
+def _forward_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    mean_ptr,
+    rstd_ptr,
+    rows,
+    x_stride,
+    residual_stride,
+    eps,
+    seed,
+    threshold,
+    scale,
+    DROP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    in_row = column < COLUMNS
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    if PREFETCH:
+        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
+        residual_next = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
+    while start < rows:
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & in_row
+        if PREFETCH:
+            x = x_next.to(tl.float32)
+            residual = residual_next.to(tl.float32)
+            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
+            residual_next = load_tile(residual_ptr, residual_stride, start + step, rows, column, in_row, ROWS)
+        else:
+            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+            residual = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+        mean = tl.sum(x, axis=1, keep_dims=True) / COLUMNS
+        centred = tl.where(in_row, x - mean, 0.0)
+        variance = tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        bias = tl.load(bias_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        normed = centred * rstd * weight + bias
+        if DROP:
+            # A product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula.
+            normed *= tl.where(_keep(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
+        out = residual + normed
+        tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < rows)
+        start += step
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
+def _backward_kernel(
+    grad_out_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    grad_x_ptr,
+    partial_ptr,
+    rows,
+    grad_out_stride,
+    x_stride,
+    seed,
+    threshold,
+    scale,
+    DROP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    in_row = column < COLUMNS
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    start = tl.program_id(0).to(tl.int64) * ROWS
+    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    grad_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    if PREFETCH:
+        grad_next = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS)
+        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
+    while start < rows:
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & in_row
+        if PREFETCH:
+            grad = grad_next.to(tl.float32)
+            x = x_next.to(tl.float32)
+            grad_next = load_tile(grad_out_ptr, grad_out_stride, start + step, rows, column, in_row, ROWS)
+            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
+        else:
+            grad = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if DROP:
+            grad *= tl.where(_keep(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
+        centred = tl.where(in_row, (x - mean) * rstd, 0.0)
+        grad_bias += grad
+        grad_weight += grad * centred
+        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        grad *= weight
+        along = tl.sum(grad * centred, axis=1, keep_dims=True) / COLUMNS
+        level = tl.sum(grad, axis=1, keep_dims=True) / COLUMNS
+        grad_x = (grad - level - centred * along) * rstd
+        tl.store(grad_x_ptr + row * COLUMNS + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+        start += step
+
+    target = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * COLUMNS) + column
+    tl.store(target, tl.sum(grad_weight, axis=0, keep_dims=True), mask=in_row)
+    tl.store(target + COLUMNS, tl.sum(grad_bias, axis=0, keep_dims=True), mask=in_row)
+
+
+@triton.jit(do_not_specialize=["seed", "threshold"])
+def _mask_kernel(
+    out_ptr, rows, seed, threshold, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    column = tl.arange(0, BLOCK)[None, :]
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    keep = _keep(seed, row, threshold, GROUPS, ROWS, BLOCK)
+    tl.store(out_ptr + row * COLUMNS + column, keep.to(tl.int8), mask=(row < rows) & (column < COLUMNS))
+
+
+def drop_threshold(p: float) -> int:
+    """How many of the 65,536 draws drop an element. Raises ValueError unless 0 <= p <= 1."""
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p: {p} is not a probability; use 0 to 1")
+    return round(p * DRAWS)
+
+
+def keep_scale(p: float) -> float:
+    """What a kept element is multiplied with: one over the exact keep rate (0 when nothing is kept)."""
+    kept = DRAWS - drop_threshold(p)
+    return DRAWS / kept if kept else 0.0
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed: {seed} is out of range; use 0 to 2**63 - 1")
+
+
+def dropout_mask(rows: int, columns: int, p: float, seed: int, device: torch.device | str) -> torch.Tensor:
+    """The mask (rows, columns), bool, True where an element is kept, that both ways make for (p, seed)."""
+    _check_seed(seed)
+    check_width("columns", columns, MAX_COLUMNS)
+    out = torch.empty((rows, columns), dtype=torch.int8, device=device)
+    if rows:
+        launch = launch_shape(columns, 4, backward=False)
+        with on_device_of(out):
+            _mask_kernel[(triton.cdiv(rows, launch.tile_rows),)](
+                out,
+                rows,
+                seed,
+                drop_threshold(p),
+                COLUMNS=columns,
+                GROUPS=triton.cdiv(columns, _GROUP),
+                BLOCK=launch.block,
+                ROWS=launch.tile_rows,
+                num_warps=launch.warps,
+            )
+    return out.bool()
+
+
+def layer_norm_dropout_add_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    seed: int,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """residual + dropout(layer_norm(x)).
+
+    x, residual   (..., columns), float32, float16 or bfloat16, evenly strided rows of 1 to 16,384 elements
+    weight, bias  (columns,), contiguous, the dtype of x or float32
+    p             the rate of dropping, taken to the nearest multiple of 2⁻¹⁶
+    seed          0 to 2**63 - 1; the same seed gives the same mask
+
+    Returns out (like x, contiguous), mean and rstd (rows,) in float32. Raises ValueError naming the argument at fault.
+    """
+    check_float("x", x)
+    check_like("residual", residual, "x", x)
+    x_rows, residual_rows = as_rows("x", x), as_rows("residual", residual)
+    rows, columns = x_rows.shape
+    check_width("x", columns, MAX_COLUMNS)
+    check_vector("weight", weight, columns, "x", x, dtypes=(torch.float32,))
+    check_vector("bias", bias, columns, "x", x, dtypes=(torch.float32,))
+    threshold = drop_threshold(p)
+    _check_seed(seed)
+
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
+    if rows == 0:
+        return out, mean, rstd
+    launch = launch_shape(columns, x.element_size(), backward=False)
+    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device) * launch.programs),)
+    with on_device_of(x):
+        _forward_kernel[grid](
+            x_rows,
+            residual_rows,
+            weight,
+            bias,
+            out,
+            mean,
+            rstd,
+            rows,
+            x_rows.stride(0),
+            residual_rows.stride(0),
+            eps,
+            seed,
+            threshold,
+            keep_scale(p),
+            DROP=threshold > 0,
+            COLUMNS=columns,
+            GROUPS=triton.cdiv(columns, _GROUP),
+            BLOCK=launch.block,
+            ROWS=launch.tile_rows,
+            PREFETCH=launch.prefetch,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+    return out, mean, rstd
+
+
+def layer_norm_dropout_add_backward(
+    grad_out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    p: float,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients (grad_x like x; grad_weight and grad_bias in the dtype of weight); residual's is grad_out itself.
+
+    Arguments as the forward took and returned them, with the same p and seed.
+    """
+    check_float("x", x)
+    check_like("grad_out", grad_out, "x", x)
+    x_rows, grad_rows = as_rows("x", x), as_rows("grad_out", grad_out)
+    rows, columns = x_rows.shape
+    check_width("x", columns, MAX_COLUMNS)
+    check_vector("weight", weight, columns, "x", x, dtypes=(torch.float32,))
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if tuple(statistic.shape) != (rows,) or statistic.dtype != torch.float32:
+            raise ValueError(f"{name}: {statistic.dtype} of {tuple(statistic.shape)}; it must be float32 of ({rows},)")
+        check_beside(name, statistic, "x", x, dtypes=(torch.float32,))
+    threshold = drop_threshold(p)
+    _check_seed(seed)
+
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return grad_x, torch.zeros_like(weight), torch.zeros_like(weight)
+    launch = launch_shape(columns, x.element_size(), backward=True)
+    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device) * launch.programs),)
+    partial = torch.empty((grid[0], 2 * columns), dtype=torch.float32, device=x.device)
+    with on_device_of(x):
+        _backward_kernel[grid](
+            grad_rows,
+            x_rows,
+            weight,
+            mean,
+            rstd,
+            grad_x,
+            partial,
+            rows,
+            grad_rows.stride(0),
+            x_rows.stride(0),
+            seed,
+            threshold,
+            keep_scale(p),
+            DROP=threshold > 0,
+            COLUMNS=columns,
+            GROUPS=triton.cdiv(columns, _GROUP),
+            BLOCK=launch.block,
+            ROWS=launch.tile_rows,
+            PREFETCH=launch.prefetch,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+        grad_weight, grad_bias = sum_rows(partial, weight.dtype).split(columns)
+    return grad_x, grad_weight, grad_bias
+
+
+class _LayerNormDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        p: float,
+        seed: int,
+        eps: float,
+    ) -> torch.Tensor:
+        out, mean, rstd = layer_norm_dropout_add_forward(x, residual, weight, bias, p, seed, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.draw = (p, seed)
+        ctx.bias_dtype = bias.dtype
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_x, grad_weight, grad_bias = layer_norm_dropout_add_backward(
+            grad_out.contiguous(), *ctx.saved_tensors, *ctx.draw
+        )
+        return grad_x, grad_out, grad_weight, grad_bias.to(ctx.bias_dtype), None, None, None
+
+
+def layer_norm_dropout_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    p: float,
+    seed: int,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """residual + dropout(layer_norm(x)), differentiable once; arguments as `layer_norm_dropout_add_forward`."""
+    out: torch.Tensor = _LayerNormDropoutAdd.apply(x, residual, weight, bias, p, seed, eps)
+    return out
