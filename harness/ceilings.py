@@ -1,4 +1,4 @@
-"""Measures what this machine can do: copy, read, matrix products by dtype, launch cost, host link.
+"""Measures what this machine can do: copy, read, matrix products by dtype, launch cost, links.
 
 A record's share of a ceiling says more than its share of a datasheet, which no program reaches. A figure above the
 datasheet is refused with the reason and not kept as a ceiling. torch is imported inside the functions.
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 GPU_SIZES, CPU_SIZES = (4096, 8192), (512, 1024)
-GPU_COPY_BYTES, CPU_COPY_BYTES, HOST_LINK_BYTES = 2 << 30, 128 << 20, 256 << 20
+GPU_COPY_BYTES, CPU_COPY_BYTES = 2 << 30, 128 << 20
+HOST_LINK_BYTES, PEER_COPY_BYTES = 256 << 20, 1 << 30
+#: A product that would take longer than this is left out: its size tells nothing that the smaller one does not.
+SLOWEST_S = 0.2
 #: Seconds for each single ceiling; on a CPU all of them together stay under three.
 GPU_BUDGET_S, CPU_BUDGET_S = 0.3, 0.15
 
@@ -97,6 +100,7 @@ def measure_ceilings(device: str, where: Mapping[str, Any]) -> Ceilings:
         launch_graph=kept.get("launch_graph"),
         host_to_device=kept.get("host_to_device"),
         device_to_host=kept.get("device_to_host"),
+        link=kept.get("link"),
         refused={**refused, **unbelieved},
         details=details,
         seconds=time.perf_counter() - begin,
@@ -124,6 +128,8 @@ def _bound(name: str, row: Device) -> float | None:
         return row.memory_bandwidth * BANDWIDTH_SLACK
     if name in ("host_to_device", "device_to_host"):
         return row.host_link * BANDWIDTH_SLACK
+    if name == "link":
+        return row.link_each_way * BANDWIDTH_SLACK
     if name.startswith("matmul."):
         peak = peak_flops(row, name.removeprefix("matmul.")).value
         return None if peak is None else peak * row.accumulate_factor * RATE_SLACK
@@ -144,6 +150,8 @@ def _measure_gpu(
     figures["launch_eager"] = launch_seconds(lambda: one.add_(1), True, 1000)
     figures["launch_graph"] = _graph_launch(one, 1000)
     figures.update(_host_link(device))
+    if torch.cuda.device_count() > 1:
+        figures["link"] = _peer_copy(device)
     torch.cuda.empty_cache()
 
 
@@ -188,6 +196,16 @@ def _host_link(device: torch.device) -> dict[str, float]:
     return {"host_to_device": HOST_LINK_BYTES / up, "device_to_host": HOST_LINK_BYTES / down}
 
 
+def _peer_copy(device: torch.device) -> float:
+    """Bytes/s from this GPU to the next one of the host, one way."""
+    import torch
+
+    other = (torch.cuda.current_device() + 1) % torch.cuda.device_count()
+    here = torch.empty(PEER_COPY_BYTES, dtype=torch.uint8, device=device)
+    there = torch.empty(PEER_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{other}")
+    return PEER_COPY_BYTES / steady_seconds(lambda: there.copy_(here), True, GPU_BUDGET_S)
+
+
 Product = Callable[[int, "torch.device"], Callable[[], object]]
 
 
@@ -201,9 +219,12 @@ def _best_product(
     refused: dict[str, str],
     details: dict[str, Any],
 ) -> float | None:
-    """Keeps the best rate over the sizes; gives the seconds of the last, or None when it does not run here."""
-    seconds = None
+    """Keeps the best rate over the sizes; gives the seconds of the last run, or None when it does not run here."""
+    seconds: float | None = None
+    done = 0
     for size in sizes:
+        if seconds is not None and seconds * (size / done) ** 3 > SLOWEST_S:
+            break
         try:
             with _float32_precision("high" if name == "tf32" else "highest"):
                 seconds = steady_seconds(product(size, device), device.type == "cuda", budget_s)
@@ -211,7 +232,7 @@ def _best_product(
             # What a device or a build cannot multiply it says in any of these ways; the rest is measured all the same.
             refused[f"matmul.{name}"] = f"{type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"[:200]
             return None
-        rate = 2 * size**3 / seconds
+        done, rate = size, 2 * size**3 / seconds
         if rate > figures.get(f"matmul.{name}", 0.0):
             figures[f"matmul.{name}"] = rate
             details[f"matmul.{name}"] = {"size": size, "seconds": seconds}

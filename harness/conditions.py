@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.cpu_watch import CpuWatch, own_tree, parents
-from harness.nvml import GpuIdentity, GpuSample, NoNvml, Nvml, match_torch_device, open_nvml
+from harness.nvml import GpuIdentity, GpuSample, NoNvml, Nvml, match_torch_device, open_nvml, torch_properties
 from harness.processes import MARK
 
 #: NVML's clock event reasons by bit (nvml.h, nvmlClocksEventReasons).
@@ -258,6 +258,7 @@ def watch_device(
 
     Args:
         properties: ``torch.cuda.get_device_properties(N)``: its UUID finds the GPU whatever CUDA_VISIBLE_DEVICES says.
+            When None they are asked for where this process uses CUDA already.
         contexts: our processes on this GPU (ranks that share it).
     """
     kind, _, index = device.partition(":")
@@ -267,7 +268,8 @@ def watch_device(
     backend = open_nvml() if nvml is None else nvml
     if isinstance(backend, NoNvml):
         return BlindWatch(backend.reason, cpu)
-    gpu, reason = match_torch_device(int(index or 0), backend.gpus(), properties, environ)
+    number = int(index or 0)
+    gpu, reason = match_torch_device(number, backend.gpus(), properties or torch_properties(number), environ)
     if gpu is None:
         return BlindWatch(reason or f"{device} is not known to NVML", cpu)
     return GpuWatch(backend, gpu, cpu, contexts=contexts)

@@ -128,7 +128,7 @@ def gpu(f: Facts) -> Iterator[Finding]:
         yield Finding("gpu", "fail", message, "unset CUDA_VISIBLE_DEVICES")
     elif f.versions.get("torch", "").endswith("+cpu"):
         message = f"{len(f.gpus)} GPU(s) ({names}), but torch is a CPU build"
-        yield Finding("gpu", "fail", message, "rm -rf .venv && make bench TORCH_ARGS='torch' (a CUDA build)")
+        yield Finding("gpu", "fail", message, "name a CUDA build: rm -rf .venv && make bench TORCH_ARGS=…")
     elif f.torch_gpus == 0:
         yield Finding("gpu", "fail", f"the driver shows {names}, but torch sees no GPU", "nvidia-smi; see driver below")
     else:

@@ -7,6 +7,7 @@ give is None; a library that is not there is :class:`NoNvml` with the reason.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -217,6 +218,14 @@ def visible_gpus(
         chosen.append(match[0])
     uses_index = any(part.strip().isdigit() for part in wanted.split(","))
     return chosen, doubt if uses_index else None
+
+
+def torch_properties(index: int) -> Any:
+    """``torch.cuda.get_device_properties(index)`` where this process uses CUDA already, else None; starts nothing."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.get_device_properties(index)
 
 
 def match_torch_device(

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from harness.devices import gpu_slug
+from harness.devices import gpu_slug, is_mig
 from harness.gitfacts import git_facts
 from harness.hostfacts import cores_allowed, cpu_model, machine_label, memory_bytes
-from harness.nvml import NoNvml, Nvml, match_torch_device, open_nvml, visible_gpus
+from harness.nvml import NoNvml, Nvml, match_torch_device, open_nvml, torch_properties, visible_gpus
 
 #: key of ``stack`` → distributions that may carry it, the likelier first. No package is imported to read these.
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
@@ -123,9 +123,7 @@ def host_facts(
 def _gpu_facts(index: int, environ: Mapping[str, str], nvml: Nvml | NoNvml, ask_torch: bool) -> dict[str, Any]:
     torch: Any = sys.modules.get("torch")
     available = torch is not None and torch.cuda.is_available()
-    properties = None
-    if available and torch.cuda.is_initialized():
-        properties = torch.cuda.get_device_properties(index)
+    properties = torch_properties(index)
     reason: str | None
     if isinstance(nvml, NoNvml):
         reason = nvml.reason
@@ -133,14 +131,15 @@ def _gpu_facts(index: int, environ: Mapping[str, str], nvml: Nvml | NoNvml, ask_
         gpus = nvml.gpus()
         gpu, reason = match_torch_device(index, gpus, properties, environ)
         if gpu is not None:
-            facts: dict[str, Any] = {
-                "gpu_name": gpu.name,
+            # A card split by MIG is no longer the card of its datasheet: its name says so, and so does its type.
+            name = f"{gpu.name} MIG" if gpu.mig and not is_mig(gpu.name) else gpu.name
+            return {
+                "gpu_name": name,
                 "gpu_count": len(visible_gpus(gpus, environ)[0]),
                 "gpu_memory_bytes": gpu.memory_bytes,
                 "gpu_uuid": gpu.uuid,
                 "power_limit_w": gpu.power_limit_w,
             }
-            return {**facts, "gpu_mig": True} if gpu.mig else facts
     if available and ask_torch and properties is None:
         properties = torch.cuda.get_device_properties(index)
     if properties is not None:

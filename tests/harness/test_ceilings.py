@@ -58,6 +58,23 @@ def test_copy_counts_the_bytes_read_and_those_written(small, monkeypatch):
     assert found.details["matmul.float32"]["size"] == 32
 
 
+def test_a_size_that_would_take_too_long_is_left_out(small, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(module, "steady_seconds", lambda *_: 0.1)
+    figures, details = {}, {}
+    product = module._plain_product(torch.float32)
+    module._best_product("float32", product, (32, 64), torch.device("cpu"), 0.01, figures, {}, details)
+    assert details["matmul.float32"]["size"] == 32
+
+
+@pytest.mark.parametrize("make", ["_float8_product", "_int8_product"])
+def test_the_eight_bit_products_are_products(make):
+    import torch
+
+    assert getattr(module, make)(32, torch.device("cpu"))().shape == (32, 32)
+
+
 def test_the_best_size_is_kept(small, monkeypatch):
     monkeypatch.setattr(module, "steady_seconds", lambda *_: 1e-4)
     assert measure_ceilings("cpu", CPU).matmul["float32"] == pytest.approx(2 * 64**3 / 1e-4)
@@ -94,6 +111,7 @@ H200 = lookup("NVIDIA H200")
         ("matmul.float32", 50e12, 300e12),
         ("host_to_device", 55e9, 120e9),
         ("device_to_host", 55e9, 120e9),
+        ("link", 395e9, 500e9),
         ("launch_eager", 9.5e-6, 0.0),
         ("copy", 4.28e12, float("inf")),
         ("read", 4.5e12, float("nan")),

@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from harness.devices import lookup
 from harness.nvml import GpuIdentity, GpuSample, NoNvml
 from harness.provenance import ci_job, environment, provenance, versions
 
@@ -53,6 +55,12 @@ def test_a_gpu_record_names_the_gpu_by_nvml(tmp_path):
     assert (host["gpu_name"], host["gpu_count"], host["power_limit_w"]) == ("NVIDIA H200", 1, 700.0)
     assert found["stack"]["driver"] == "580.159.03"
     json.dumps(found, allow_nan=False)
+
+
+def test_a_card_split_by_mig_has_a_type_of_its_own(tmp_path):
+    found = provenance("cuda", root=tmp_path, environ={}, nvml=FakeNvml(replace(H200, mig=True)))
+    assert found["gpu"] == "nvidia-h200-mig"
+    assert lookup(found["host"]["gpu_name"], found["host"]["gpu_memory_bytes"]).device is None
 
 
 def test_an_unknown_gpu_says_why(tmp_path):

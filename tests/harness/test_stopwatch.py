@@ -61,3 +61,46 @@ def test_launch_cost_is_per_call(clock):
 def test_no_samples_are_refused(clock):
     with pytest.raises(ValueError, match="at least one"):
         sample_seconds(clock.takes(1.0), False, at_least=0)
+
+
+class FakeDevice:
+    """A GPU whose clock moves by a fixed time a call, after a gap in which the host gets the row started."""
+
+    def __init__(self, monkeypatch, call_s, gap_s):
+        import torch
+
+        device, self.now, self.calls, self.call_s = self, 0.0, 0, call_s
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                self.at = device.now
+                device.now += gap_s
+
+            def synchronize(self):
+                return None
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: self.now)
+
+    def call(self):
+        self.calls += 1
+        self.now += self.call_s
+
+
+def test_on_a_gpu_rows_of_calls_drown_the_gap_at_their_start(monkeypatch):
+    device = FakeDevice(monkeypatch, call_s=200e-6, gap_s=20e-6)
+    samples = sample_seconds(device.call, True, budget_s=0.1)
+    assert steady(samples, True) == pytest.approx(200e-6, rel=0.01)
+    assert len(samples) >= 5
+
+
+def test_on_a_gpu_a_long_call_is_a_row_of_its_own(monkeypatch):
+    device = FakeDevice(monkeypatch, call_s=0.5, gap_s=0.0)
+    assert steady(sample_seconds(device.call, True, budget_s=0.1), True) == pytest.approx(0.5)
+    assert device.calls <= 12
