@@ -25,6 +25,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+# Renamed in torch 2.13, where the old names warn.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Handle(Protocol):
     """Communication in flight."""
@@ -98,7 +102,7 @@ class Link:
             out.view(self.world, *x.shape).copy_(x)
             return _Done()
         self._count((self.world - 1) * x.nbytes * self.world)
-        return _handle(dist.all_gather_into_tensor(out, x, group=self.group, async_op=True))
+        return _handle(_ALL_GATHER(out, x, group=self.group, async_op=True))
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
         """out (n, …) = this rank's part of the sum of every rank's x (N·n, …)."""
@@ -106,7 +110,7 @@ class Link:
             out.copy_(x.view(self.world, *out.shape)[self.rank])
             return _Done()
         self._count((self.world - 1) * x.nbytes)
-        return _handle(dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True))
+        return _handle(_REDUCE_SCATTER(out, x, group=self.group, async_op=True))
 
     def all_to_all(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
         """Part r of x (N·n, …) goes to rank r; out holds the parts meant for this rank, in rank order."""

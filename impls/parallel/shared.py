@@ -26,8 +26,8 @@ from impls.model.decoder import Decoder, Parts
 from impls.parallel.buckets import wide
 from impls.parallel.link import Link, gather_rows
 
-LEARNING_RATE = 1e-3
-CHECK_RUNS = 5
+#: Touvron et al. 2023, "Llama 2", section 2.2.
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -140,7 +140,7 @@ class TrainCase:
             for name, param in self.params.items():
                 param.copy_(self._own(name, inputs[f"weight.{name}"]))
                 self.masters[name].copy_(param)
-        self.optimizer = torch.optim.AdamW(self.masters.values(), lr=LEARNING_RATE)
+        self.optimizer = torch.optim.AdamW(self.masters.values(), **ADAMW)
         self.release()
         self.tokens = self.own_tokens(inputs["tokens"])
 
