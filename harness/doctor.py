@@ -168,6 +168,9 @@ def gpu_state(f: Facts) -> Iterator[Finding]:
         elif row.device is not None and g.power_limit_w is not None and g.power_limit_w < 0.95 * row.device.power:
             message = f"{where} is limited to {g.power_limit_w:.0f} W, its board allows {row.device.power:.0f} W"
             yield Finding("power", "warn", message, f"nvidia-smi -i {g.index} -pl {row.device.power:.0f} (as root)")
+    if len({g.name for g in f.gpus}) > 1 and f.env.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        message = "GPUs of several types: torch's order may not be the driver's, and the wrong one would be named"
+        yield Finding("order", "warn", message, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
     if f.other_processes:
         message = f"{f.other_processes} other process(es) on the visible GPUs: measurements will be unsettled"
         yield Finding("contention", "warn", message, "nvidia-smi, then end them or choose by CUDA_VISIBLE_DEVICES")

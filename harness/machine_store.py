@@ -31,7 +31,7 @@ class Ceilings:
     matmul: FLOP/s (OP/s for int8) of a large product by dtype key, as in the device table.
     launch_eager, launch_graph: seconds a kernel costs when launched one by one, and inside a replayed graph.
     cores: that a CPU's figures were measured with. host_to_device, device_to_host: bytes/s with pinned memory. link:
-    bus bandwidth between GPUs, bytes/s.
+        bytes/s to another GPU of the host, one way.
     refused: what was measured and not believed, with the reason. details: sizes and such, for the reader.
     """
 

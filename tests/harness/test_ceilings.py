@@ -152,6 +152,34 @@ def test_they_are_measured_once_and_kept(tmp_path):
     assert len(calls) == 3
 
 
+def test_every_ceiling_of_a_gpu_is_asked_for(monkeypatch):
+    """The way through, with each call made once on the CPU in place of the device."""
+    import torch
+
+    def once(call, *_):
+        call()
+        return 1e-3
+
+    monkeypatch.setattr(module, "GPU_SIZES", (32, 64))
+    monkeypatch.setattr(module, "steady_seconds", once)
+    monkeypatch.setattr(module, "launch_seconds", once)
+    monkeypatch.setattr(module, "_graph_launch", lambda _one, count: 1e-3 / count)
+    monkeypatch.setattr(module, "_host_link", lambda _device: {"host_to_device": 1.0, "device_to_host": 2.0})
+    monkeypatch.setattr(module, "_peer_copy", lambda _device: 3.0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (1 << 20, 1 << 21))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    figures, refused, details = {}, {}, {}
+    module._measure_gpu(torch.device("cpu"), figures, refused, details)
+    assert refused == {}
+    products = {f"matmul.{d}" for d in ("bfloat16", "float16", "float32", "tf32", "float64", "float8", "int8")}
+    others = {"copy", "read", "launch_eager", "launch_graph", "host_to_device", "device_to_host", "link"}
+    assert set(figures) == products | others
+    assert details["copy_bytes"] == 1 << 18
+    assert figures["copy"] == 2 * (1 << 18) / 1e-3
+    assert figures["matmul.int8"] == 2 * 64**3 / 1e-3
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_measured_and_believed():
     from harness.provenance import provenance

@@ -89,6 +89,7 @@ CASES = [
     (GPU, {"visible": gpu(ecc=False)}, "ecc", "warn", "ECC", "-e 1"),
     (GPU, {"visible": gpu(name="NVIDIA H999")}, "peaks", "warn", "H999", "device_table.py"),
     (GPU, {"visible": gpu(power_limit_w=500.0)}, "power", "warn", "500 W", "-pl 700"),
+    (GPU, {"gpus": (H200, replace(H200, name="NVIDIA L4"))}, "order", "warn", "several types", "PCI_BUS_ID"),
     (GPU, {"other_processes": 1}, "contention", "warn", "unsettled", "nvidia-smi"),
     (GPU, {"shm_bytes": 64 << 20}, "shm", "warn", "64 MiB", "--shm-size"),
     (CPU, {"compiler": None}, "compiler", "warn", "torch.compile", "apt install g++"),
