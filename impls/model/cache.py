@@ -44,6 +44,7 @@ class KVCache:
     def _hold(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = k, v
         self.rows, self.capacity = k.shape[1], k.shape[3]
+        self._rows_B1 = torch.arange(self.rows, device=k.device).unsqueeze(1)
 
     @property
     def nbytes(self) -> int:
@@ -81,9 +82,8 @@ class KVCache:
 
     def write(self, layer: int, k_BSKE: Tensor, v_BSKE: Tensor, positions_BS: Tensor) -> None:
         """Put new keys and values in their places."""
-        rows_B1 = torch.arange(self.rows, device=positions_BS.device).unsqueeze(1)
-        self.k[layer].transpose(1, 2)[rows_B1, positions_BS] = k_BSKE.to(self.k.dtype)
-        self.v[layer].transpose(1, 2)[rows_B1, positions_BS] = v_BSKE.to(self.v.dtype)
+        self.k[layer].transpose(1, 2)[self._rows_B1, positions_BS] = k_BSKE.to(self.k.dtype)
+        self.v[layer].transpose(1, 2)[self._rows_B1, positions_BS] = v_BSKE.to(self.v.dtype)
 
     def _check(self, positions_BS: Tensor, context: int) -> None:
         if positions_BS.shape[0] != self.rows:
@@ -104,8 +104,20 @@ class _Prefill(CausalAttention):
 class _Extend:
     def __init__(self, cache: KVCache, positions_BS: Tensor, context: int) -> None:
         self.cache, self.positions_BS, self.context = cache, positions_BS, context
-        places_T = torch.arange(context, device=positions_BS.device)
-        self.seen_BST = places_T <= positions_BS.unsqueeze(-1)
+        self.mask: Tensor | None = None
+
+    def _added_mask(self, layer: int, groups: int, dtype: torch.dtype) -> Tensor:
+        """0 where a query sees a position and -inf where not, (B, 1, G S, T): made by the first layer, used by all.
+
+        Made anew in every pass, since a replayed graph changes the positions in place.
+        """
+        if layer == 0 or self.mask is None:
+            places_T = torch.arange(self.context, device=self.positions_BS.device)
+            hidden_BST = places_T > self.positions_BS.unsqueeze(-1)
+            bias_BST = torch.zeros(hidden_BST.shape, dtype=dtype, device=hidden_BST.device)
+            bias_BST.masked_fill_(hidden_BST, float("-inf"))
+            self.mask = bias_BST[:, None, None].expand(-1, 1, groups, -1, -1).flatten(2, 3)
+        return self.mask
 
     def __call__(self, layer: int, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
         self.cache.write(layer, k_BSKE, v_BSKE, self.positions_BS)
@@ -116,6 +128,6 @@ class _Extend:
         # The query heads that share a key head are stacked as if they were positions: the cache is read once for all
         # of them, and never repeated in memory.
         q_BKGSE = q_BSHE.view(rows, new, -1, groups, width).permute(0, 2, 3, 1, 4)
-        seen_B1GST = self.seen_BST[:, None, None].expand(-1, 1, groups, -1, -1)
-        out = F.scaled_dot_product_attention(q_BKGSE.flatten(2, 3), k_BKTE, v_BKTE, attn_mask=seen_B1GST.flatten(2, 3))
+        mask = self._added_mask(layer, groups, q_BSHE.dtype)
+        out = F.scaled_dot_product_attention(q_BKGSE.flatten(2, 3), k_BKTE, v_BKTE, attn_mask=mask)
         return out.view(rows, -1, groups, new, width).permute(0, 3, 1, 2, 4).reshape(rows, new, heads, width)

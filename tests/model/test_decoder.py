@@ -78,6 +78,18 @@ def test_stale_keys_behind_a_row_are_never_read(model, tokens):
     )
 
 
+@torch.inference_mode()
+def test_positions_may_change_in_place_between_passes(model, tokens):
+    """What a replayed graph does: the same `Attend`, new numbers in its position tensor."""
+    cache = KVCache(CONFIG, rows=3, capacity=64)
+    place = torch.zeros(3, 1, dtype=torch.long)
+    attend = cache.extend(place)
+    full = model(tokens)
+    for step in range(10):
+        place.fill_(step)
+        assert error_of(model(tokens[:, step : step + 1], place, attend)[:, 0], full[:, step]) < 1e-5
+
+
 def test_cache_refuses_what_does_not_fit():
     cache = KVCache(CONFIG, rows=2, capacity=8)
     with pytest.raises(ValueError, match="context of 9 does not fit the cache's capacity of 8"):
