@@ -50,10 +50,14 @@ class Launch(NamedTuple):
 
 
 def launch_shape(width: int, itemsize: int) -> Launch:
-    """About 32 KiB of keys and values a stage and program: two programs of three stages fit the shared memory."""
+    """Tiles of about 16 KiB of keys and as much of values, two of each in flight, in three programs a multiprocessor.
+
+    A tile's addresses come from the block table, so its loads wait for another load: the compiler spends part of the
+    stages on the table, and five of them buffer two tiles (72 KiB of shared memory at a width of 128).
+    """
     padded = triton.next_power_of_2(width)
     tile = max(16, min(128, 16_384 // (padded * itemsize)))
-    return Launch(tile=tile, warps=4, stages=3, programs=2)
+    return Launch(tile=tile, warps=4, stages=5, programs=3)
 
 
 def choose_splits(rows: int, longest: int, slots: int, tile: int) -> int:

@@ -280,7 +280,7 @@ def prefill_job(dtype, width, rows, warps, stages, group=4, tile=64):
     }  # fmt: skip
 
 
-def test_nothing_spills_on_hopper_and_two_decode_programs_fit_a_multiprocessor(compile_for_hopper):
+def test_nothing_spills_on_hopper_and_three_decode_programs_fit_a_multiprocessor(compile_for_hopper):
     decodes = [
         decode_job("bf16", "bf16", 128, 16, False),
         decode_job("bf16", "bf16", 128, 16, True),
@@ -309,5 +309,5 @@ def test_nothing_spills_on_hopper_and_two_decode_programs_fit_a_multiprocessor(c
     for job, report in zip([*decodes, *others], reports, strict=True):
         assert report["stack"] == 0, (job["kernel"], report["registers"], report["stack"])
     for report in reports[: len(decodes)]:
-        assert 2 * report["shared"] <= 227 * 1024
-        assert report["registers"] <= 65_536 // (2 * 128)
+        assert 3 * report["shared"] <= 227 * 1024
+        assert report["registers"] <= 65_536 // (3 * 128)
