@@ -90,8 +90,9 @@ class PyNvml:
             return None
 
     def _handle(self, index: int) -> Any:
-        if index not in self._handles:
-            self._handles[index] = self._nvml.nvmlDeviceGetHandleByIndex(index)
+        """NVML's handle, or None for a GPU that fell off the bus or that this user may not see."""
+        if self._handles.get(index) is None:
+            self._handles[index] = self._ask("nvmlDeviceGetHandleByIndex", index)
         return self._handles[index]
 
     def driver(self) -> str | None:
@@ -102,7 +103,8 @@ class PyNvml:
         return None if not version else f"{version // 1000}.{version % 1000 // 10}"
 
     def gpus(self) -> Sequence[GpuIdentity]:
-        return [self._identity(index) for index in range(self._ask("nvmlDeviceGetCount") or 0)]
+        count = self._ask("nvmlDeviceGetCount") or 0
+        return [self._identity(index) for index in range(count) if self._handle(index) is not None]
 
     def _identity(self, index: int) -> GpuIdentity:
         handle = self._handle(index)
@@ -124,6 +126,8 @@ class PyNvml:
 
     def sample(self, index: int) -> GpuSample:
         handle, nvml = self._handle(index), self._nvml
+        if handle is None:
+            return GpuSample()
         power = self._ask("nvmlDeviceGetPowerUsage", handle)
         energy = self._ask("nvmlDeviceGetTotalEnergyConsumption", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", handle)

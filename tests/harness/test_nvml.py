@@ -6,6 +6,7 @@ import pytest
 
 from harness.nvml import (
     GpuIdentity,
+    GpuSample,
     NoNvml,
     PyNvml,
     match_torch_device,
@@ -81,6 +82,18 @@ def test_what_a_board_does_not_support_is_none():
     assert sample.processes is None
     gpu = nvml.gpus()[0]
     assert (gpu.mig, gpu.ecc, gpu.power_limit_w) == (False, None, None)
+
+
+def test_a_gpu_that_fell_off_the_bus_is_passed_over():
+    def handle(index):
+        if index == 0:
+            raise NVMLError("GPU is lost")
+        return index
+
+    nvml = open_nvml(lambda: fake_pynvml(nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=handle))
+    assert isinstance(nvml, PyNvml)
+    assert [g.index for g in nvml.gpus()] == [1]
+    assert nvml.sample(0) == GpuSample()
 
 
 def test_an_older_driver_knows_the_reasons_by_their_old_name():
