@@ -133,7 +133,8 @@ def flash_attention_backward(
     config = config or flash_attention_kernel(problem, q, k, v)
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
     run(row_terms_launch(problem, out, grad_out, lse, grad_lse, shift, delta), q)
-    sums = None if deterministic else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    two_passes = deterministic or config.two_passes
+    sums = None if two_passes else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     inputs = (q, k, v, grad_out)
     run(backward_launch(problem, config, inputs, dk, dv, sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
     if sums is None:

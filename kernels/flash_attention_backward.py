@@ -59,7 +59,8 @@ def backward_kernel(
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, left, right, scale_log2, scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_N: tl.constexpr,
-    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, ADD_DQ: tl.constexpr, DESC_ADD: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, GROUP: tl.constexpr, ADD_DQ: tl.constexpr, DESC_ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over the queries of every query head that shares it (`num_heads` counts
     key heads of the whole batch). With ADD_DQ it also adds dS K, unscaled, into the float32 `dq_dst`.
@@ -69,7 +70,6 @@ def backward_kernel(
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     start_n = tile * BLOCK_N
-    group = heads // kv_heads
 
     row_base = batch.to(tl.int64) * stride_lb
     if VARLEN:
@@ -134,43 +134,48 @@ def backward_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     lo = tl.multiple_of(lo, BLOCK_M)
-    for member in range(group):
-        head = kv_head * group + member
+    # One flat loop over the query heads of the group and their tiles: two nested ones would drain the pipeline of
+    # loads once a head, and keep the addresses of both in registers.
+    span = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
+    for turn in tl.range(lo, hi if GROUP == 1 else lo + GROUP * span, BLOCK_M):
+        if GROUP == 1:
+            head = kv_head
+            start = turn
+        else:
+            head = kv_head * GROUP + (turn - lo) // span
+            start = lo + (turn - lo) % span
+        start = tl.multiple_of(start, BLOCK_M)
         rows = row_base + head.to(tl.int64) * stride_lh
-        for start in tl.range(lo, hi, BLOCK_M):
-            start = tl.multiple_of(start, BLOCK_M)
-            offs_m = start + tl.arange(0, BLOCK_M)
-            q = load_tile(q_src, batch, head, start, q_len, stride_qh, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, USE_DESC)
-            shift = tl.load(shift_ptr + rows + offs_m, mask=offs_m < q_len, other=float("inf"))
-            scores = tl.dot(k, q.T, input_precision=PRECISION)
-            if HAS_CAP:
-                scores = soft_cap(scores, scale, cap)
-            p = tl.exp2(scores * scale_log2 - shift[None, :])
-            if MASKED:  # noqa: SIM102 (one is a constant)
-                if (start < full_lo) | (start >= full_hi):
-                    positions = offs_m + offset
-                    seen = visible(positions[None, :], offs_n[:, None], kv_len, left, right, HAS_LEFT, HAS_RIGHT)
-                    p = tl.where(seen, p, 0.0)
-            do = load_tile(
-                do_src, batch, head, start, q_len, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, USE_DESC
-            )
-            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            dp = tl.dot(v, do.T, input_precision=PRECISION)
-            delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < q_len, other=0.0)
-            ds = p * (dp - delta[None, :])
-            if HAS_CAP:
-                ds = ds * (1.0 - (scores / cap) * (scores / cap))  # the slope of cap · tanh
-            ds = ds.to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-            if ADD_DQ:
-                dq = tl.dot(ds.T, k, input_precision=PRECISION)
-                if DESC_ADD:
-                    dq_dst.atomic_add([batch, head, start, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
-                else:
-                    offs_d = tl.arange(0, BLOCK_D)
-                    target = dq_dst + head.to(tl.int64) * stride_dqh + offs_m.to(tl.int64)[:, None] * stride_dqs
-                    inside = (offs_m[:, None] < q_len) & (offs_d[None, :] < HEAD_DIM)
-                    tl.atomic_add(target + offs_d[None, :], dq, mask=inside, sem="relaxed")
+        offs_m = start + tl.arange(0, BLOCK_M)
+        q = load_tile(q_src, batch, head, start, q_len, stride_qh, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, USE_DESC)
+        shift = tl.load(shift_ptr + rows + offs_m, mask=offs_m < q_len, other=float("inf"))
+        scores = tl.dot(k, q.T, input_precision=PRECISION)
+        if HAS_CAP:
+            scores = soft_cap(scores, scale, cap)
+        p = tl.exp2(scores * scale_log2 - shift[None, :])
+        if MASKED:  # noqa: SIM102 (one is a constant)
+            if (start < full_lo) | (start >= full_hi):
+                positions = offs_m + offset
+                seen = visible(positions[None, :], offs_n[:, None], kv_len, left, right, HAS_LEFT, HAS_RIGHT, EVEN_N)
+                p = tl.where(seen, p, 0.0)
+        do = load_tile(do_src, batch, head, start, q_len, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, USE_DESC)
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        dp = tl.dot(v, do.T, input_precision=PRECISION)
+        delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < q_len, other=0.0)
+        ds = p * (dp - delta[None, :])
+        if HAS_CAP:
+            ds = ds * (1.0 - (scores / cap) * (scores / cap))  # the slope of cap · tanh
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if ADD_DQ:
+            dq = tl.dot(ds.T, k, input_precision=PRECISION)
+            if DESC_ADD:
+                dq_dst.atomic_add([batch, head, start, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
+            else:
+                offs_d = tl.arange(0, BLOCK_D)
+                target = dq_dst + head.to(tl.int64) * stride_dqh + offs_m.to(tl.int64)[:, None] * stride_dqs
+                inside = (offs_m[:, None] < q_len) & (offs_d[None, :] < HEAD_DIM)
+                tl.atomic_add(target + offs_d[None, :], dq, mask=inside, sem="relaxed")
 
     dk = (dk * scale).to(k.dtype)
     dv = dv.to(k.dtype)
@@ -258,7 +263,7 @@ def query_gradient_kernel(
         if MASKED:  # noqa: SIM102 (one is a constant)
             if (start < full_lo) | (start + BLOCK_N > full_hi):
                 cols = start + tl.arange(0, BLOCK_N)
-                seen = visible(positions[:, None], cols[None, :], kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+                seen = visible(positions[:, None], cols[None, :], kv_len, left, right, HAS_LEFT, HAS_RIGHT, EVEN_N)
                 p = tl.where(seen, p, 0.0)
         v = load_tile(v_src, batch, kv_head, start, kv_len, stride_vh, stride_vs, HEAD_DIM, BLOCK_N, BLOCK_D, USE_DESC)
         dp = tl.dot(do, v.T, input_precision=PRECISION)

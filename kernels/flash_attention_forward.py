@@ -77,11 +77,13 @@ def soft_cap(scores, scale, cap):
 
 
 @triton.jit
-def visible(row_positions, cols, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def visible(
+    row_positions, cols, kv_len, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN_N: tl.constexpr
+):  # fmt: skip
     """Which keys each query sees. `row_positions` are on the keys' axis: the last query stands on the last key."""
-    mask = cols < kv_len
-    if HAS_RIGHT:
-        mask = mask & (cols <= row_positions + right)
+    mask = (cols <= row_positions + right) if HAS_RIGHT else (cols < kv_len)
+    if HAS_RIGHT and not EVEN_N:
+        mask = mask & (cols < kv_len)
     if HAS_LEFT:
         mask = mask & (cols >= row_positions - left)
     return mask
@@ -185,7 +187,7 @@ def flash_attention_forward_kernel(
             # loads is filled once, and the addresses of one loop fit the registers.
             if (start < full_lo) | (start >= full_hi):
                 cols = start + tl.arange(0, BLOCK_N)
-                seen = visible(row_positions[:, None], cols[None, :], kv_len, left, right, HAS_LEFT, HAS_RIGHT)
+                seen = visible(row_positions[:, None], cols[None, :], kv_len, left, right, HAS_LEFT, HAS_RIGHT, EVEN_N)
                 scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         shift = new_max

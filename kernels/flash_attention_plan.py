@@ -43,7 +43,8 @@ class Config:
     """How to run a problem: a tile for each kernel, and where tiles come from.
 
     `descriptors` loads tiles through tensor descriptors (Hopper's bulk copy engine) instead of pointers;
-    `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread.
+    `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
+    the deterministic backward even when nobody asked: where one pass would not fit the registers.
     """
 
     forward: Tile
@@ -51,18 +52,20 @@ class Config:
     query_gradient: Tile
     descriptors: bool = False
     descriptor_adds: bool = False
+    two_passes: bool = False
 
     def describe(self) -> str:
         """The choice in words, for a record."""
         source = "descriptors" if self.descriptors else "pointers"
-        return f"triton, {source}, forward {self.forward}, backward {self.backward}"
+        passes = "two passes" if self.two_passes else "one pass"
+        return f"triton, {source}, forward {self.forward}, backward {self.backward} in {passes}"
 
 
 # Hopper by head dimension (rounded up to a power of two): each fits 227 KB of shared memory and 255 registers.
 _HOPPER = {
-    64: Config(Tile(128, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 4, 2)),
+    64: Config(Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 64, 4, 2)),
     128: Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
-    256: Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+    256: Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), two_passes=True),
 }
 # Elsewhere: what fits the 99 KB of the smallest parts since Ampere.
 _ELSEWHERE = {
@@ -274,6 +277,7 @@ def backward_launch(
         "heads_per_section": _heads_per_section(problem, q, problem.kv_heads, query_bytes),
         **_row_strides(shift, problem.varlen),
         **_common(problem, tile, config),
+        "GROUP": problem.heads // problem.kv_heads,
         "ADD_DQ": dq_sums is not None,
         "DESC_ADD": config.descriptor_adds,
     }
