@@ -20,8 +20,8 @@ CPU_SIZE, CPU_COPY_BYTES = 512, 64 << 20
 #: cold start to a warm end; its copy follows the memory clock, which does not move.
 GPU_TOLERANCE: Mapping[str, float] = {"product": 0.05, "copy": 0.03}
 #: Times on a CPU vary by tens of percent with turbo, neighbours and the scheduler even on an idle host, so that only a
-#: gross change (a build started beside, a laptop gone to battery) can be told from the usual.
-CPU_TOLERANCE: Mapping[str, float] = {"product": 0.5, "copy": 0.5}
+#: gross change, a factor of two (a build started beside, a laptop gone to battery), can be told from the usual.
+CPU_TOLERANCE: Mapping[str, float] = {"product": 1.0, "copy": 1.0}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def moved(start: Reading, end: Reading, tolerance: float | None = None) -> Verdi
     ratios = {name: after / before for name, (before, after) in times.items()}
     parts = [
         f"the fixed {name} went from {times[name][0] * 1e3:.4g} to {times[name][1] * 1e3:.4g} ms"
-        f" ({ratio - 1:+.1%}, {allowed[name]:.0%} is allowed)"
+        f" ({max(ratio, 1 / ratio):.3g}× {'slower' if ratio > 1 else 'faster'}; {1 + allowed[name]:.3g}× is allowed)"
         for name, ratio in ratios.items()
         if max(ratio, 1 / ratio) > 1 + allowed[name]
     ]
