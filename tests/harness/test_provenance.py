@@ -84,6 +84,16 @@ def test_versions_are_read_without_importing_what_is_heavy():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_nothing_that_knows_the_machine_imports_torch_or_pynvml():
+    names = (
+        "devices gitfacts hostfacts nvml provenance cpu_watch conditions limits metrics machine_store "
+        "stopwatch ceilings sentinel doctor doctor_facts"
+    )
+    imports = "; ".join(f"import harness.{name}" for name in names.split())
+    code = f"import sys; {imports}; bad = {{'torch', 'pynvml', 'numpy'}} & set(sys.modules); assert not bad, bad"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_torch_is_asked_when_wanted_and_agrees_with_its_metadata():
     import torch
 
