@@ -15,7 +15,7 @@ from harness.discover import Technique
 from harness.limits import floor
 from harness.machine_store import Ceilings
 from harness.metric_names import METRICS
-from harness.metrics import Claimed, implausible, mbu, mfu
+from harness.metrics import BUS_FACTORS, Claimed, algbw, busbw, implausible, mbu, mfu
 from harness.pair import Work
 from harness.plan import Item
 from harness.record import METHOD, SCHEMA, metric, utc_now
@@ -136,6 +136,7 @@ def _add_metrics(record: dict[str, Any], work: Work | None, facts: Facts, event:
     claimed = Claimed(dtype=record["compute_dtype"])
     if work is not None and latency.value > 0:
         claimed = _add_rates(record, work, facts, latency, claimed)
+    claimed = _add_link_rates(record, latency.value, claimed)
     memory = record.get("memory") or {}
     for name, key in (("peak_memory", "peak"), ("absolute_memory", "absolute"), ("reserved_memory", "reserved")):
         if memory.get(key) is not None:
@@ -184,6 +185,18 @@ def _add_rates(record: dict[str, Any], work: Work, facts: Facts, latency: stats.
     record["floor"] = least.as_record(seconds)
     _put(metrics, missing, "floor_share", least.share(seconds), "no ceiling of this machine is known")
     return claimed
+
+
+def _add_link_rates(record: dict[str, Any], seconds: float, claimed: Claimed) -> Claimed:
+    """algbw and busbw of a case that counts its ``payload_bytes`` in a collective named by the dimension ``op``."""
+    payload = (record.get("counters") or {}).get("payload_bytes")
+    op = str(record["dims"].get("op", ""))
+    if not payload or op not in BUS_FACTORS:
+        return claimed
+    algorithm, bus = algbw(payload, seconds), busbw(op, payload, seconds, record["ranks"])
+    for name, figure in (("algbw", algorithm), ("busbw", bus)):
+        _put(record["metrics"], record["missing"], name, figure.value, figure.reason)
+    return replace(claimed, collective=op, algbw=algorithm.value, busbw=bus.value)
 
 
 def _judge_plausible(record: dict[str, Any], claimed: Claimed, latency: stats.Estimate, facts: Facts) -> None:
