@@ -1,0 +1,199 @@
+"""Cross entropy against torch's in float64: ignored rows, smoothing, reductions, extremes, in place."""
+
+import pytest
+import torch
+
+from kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    cross_entropy_gradient_,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")  # interpreted
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def targets(rows, columns, device, ignored=()):
+    target = torch.randint(columns, (rows,), generator=torch.Generator().manual_seed(9))
+    target[list(ignored)] = -100
+    return target.to(device)
+
+
+def check(logits, target, assert_near, grad=None, units=8, **options):
+    leaf, double = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss = cross_entropy(leaf, target, **options)
+    want = torch.nn.functional.cross_entropy(double, target.long(), **options)
+    grad = torch.full_like(loss, 0.75) if grad is None else grad
+    loss.backward(grad)
+    want.backward(grad.double())
+    assert loss.dtype == torch.float32
+    assert_near(loss.detach(), want.detach(), units)
+    assert_near(leaf.grad, double.grad, units)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (1, 7), (7, 33), (9, 1000), (4, 20_011)], ids=str)
+def test_equals_float64_forward_and_backward(shape, dtype, draw, assert_near):
+    check(draw(*shape, dtype=dtype, scale=3.0), targets(*shape, draw(1).device), assert_near)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_options(reduction, label_smoothing, draw, assert_near):
+    logits = draw(9, 257, scale=3.0)
+    target = targets(9, 257, logits.device, ignored=(0, 4))
+    grad = draw(9, seed=3) if reduction == "none" else None
+    options = {"reduction": reduction, "label_smoothing": label_smoothing}
+    check(logits, target, assert_near, grad, **options)
+    target[target == -100] = 7
+    check(logits, target.int(), assert_near, grad, ignore_index=7, **options)
+
+
+def test_magnitudes_and_all_equal_rows(draw, assert_near):
+    logits = draw(4, 300, scale=1e4)
+    logits[1], logits[2] = 1e4, 0.0
+    check(logits, targets(4, 300, logits.device), assert_near, units=32)
+    check(logits, targets(4, 300, logits.device), assert_near, units=32, label_smoothing=0.2)
+
+
+def test_nan_and_inf_where_the_plain_way_has_them(draw, assert_near):
+    logits = draw(6, 50)
+    logits[0, 3], logits[1, 4], logits[2, 5], logits[3] = float("nan"), float("inf"), float("-inf"), float("-inf")
+    target = torch.tensor([1, 1, 5, 1, 2, 3], device=logits.device)
+    for smoothing in (0.0, 0.1):
+        check(logits, target, assert_near, reduction="none", label_smoothing=smoothing)
+    loss, _, _ = cross_entropy_forward(logits, target, reduction="none")
+    assert loss[2] == float("inf")
+
+
+def test_ignored_rows_are_not_read(draw):
+    logits = draw(3, 40)
+    logits[1] = float("nan")
+    target = torch.tensor([3, -100, 5], device=logits.device)
+    loss, lse, count = cross_entropy_forward(logits, target)
+    assert loss.isfinite()
+    assert count == 2
+    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count)
+    assert torch.equal(grad[1], torch.zeros(40, device=logits.device))
+
+
+def test_every_row_ignored_and_no_rows(draw):
+    logits = draw(3, 40)
+    target = torch.full((3,), -100, device=logits.device)
+    assert cross_entropy(logits, target).isnan()
+    assert cross_entropy(logits, target, reduction="sum") == 0
+    assert cross_entropy(logits[:0], target[:0]).isnan()
+    assert cross_entropy(logits[:0], target[:0], reduction="none").shape == (0,)
+
+
+def test_a_target_outside_the_vocabulary_gives_nan(draw):
+    logits = draw(3, 40)
+    loss, _, _ = cross_entropy_forward(logits, torch.tensor([3, 40, -1], device=logits.device), reduction="none")
+    assert loss.isnan().tolist() == [False, True, True]
+
+
+def test_in_place_gives_the_same_gradient_over_the_logits_once(draw):
+    logits, target = draw(5, 333), targets(5, 333, draw(1).device)
+    leaf = logits.clone().requires_grad_()
+    cross_entropy(leaf, target).backward()
+    other = logits.clone().requires_grad_()
+    mine = other * 1.0
+    loss = cross_entropy(mine, target, inplace=True)
+    loss.backward(retain_graph=True)
+    assert torch.equal(other.grad, leaf.grad)
+    assert torch.equal(mine.detach(), leaf.grad)
+    with pytest.raises(RuntimeError, match="inplace=False"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_and_gradient_at_once(smoothing, draw, assert_near):
+    logits = draw(7, 500, scale=2.0)
+    target = targets(7, 500, logits.device, ignored=(2,))
+    losses = torch.full((7,), float("nan"), device=logits.device)
+    double = logits.double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(double, target, reduction="none", label_smoothing=smoothing)
+    (0.25 * want.sum()).backward()
+    scale = torch.tensor(0.25, device=logits.device)
+    assert cross_entropy_gradient_(logits, target, losses, scale, label_smoothing=smoothing) is None
+    assert_near(losses, want.detach(), units=8)
+    assert_near(logits, double.grad, units=8)
+
+
+def test_strided_rows(draw):
+    wide = draw(4, 100)
+    logits, target = wide[:, 10:60], targets(4, 50, wide.device)
+    loss, lse, count = cross_entropy_forward(logits, target)
+    assert torch.equal(loss, cross_entropy_forward(logits.contiguous(), target)[0])
+    outside = wide[:, :10].clone(), wide[:, 60:].clone()
+    want = cross_entropy_backward(torch.ones_like(loss), logits.contiguous(), target, lse, count)
+    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count, inplace=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    assert torch.equal(wide[:, 10:60], want)
+    assert torch.equal(wide[:, :10], outside[0])
+    assert torch.equal(wide[:, 60:], outside[1])
+
+
+def test_bad_input_is_named(draw):
+    logits, target = draw(4, 8), torch.zeros(4, dtype=torch.long, device=draw(1).device)
+    for arguments, message in [
+        ((logits.double(), target), "logits: dtype"),
+        ((logits[0], target), "logits: shape"),
+        ((logits.T, target), "logits: its last dimension"),
+        ((draw(4, 0), target), "use 1 to"),
+        ((logits, target.float()), "target: dtype"),
+        ((logits, target[:3]), "target: shape"),
+        ((logits, target, -100, 1.0), "label_smoothing: 1.0"),
+        ((logits, target, -100, 0.0, "max"), "reduction: 'max'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cross_entropy_forward(*arguments)
+    loss, lse, count = cross_entropy_forward(logits, target)
+    with pytest.raises(ValueError, match="grad_loss: shape"):
+        cross_entropy_backward(lse, logits, target, lse, count)
+    with pytest.raises(ValueError, match="lse: "):
+        cross_entropy_backward(loss, logits, target, loss, count)
+    with pytest.raises(ValueError, match="losses: "):
+        cross_entropy_gradient_(logits, target, lse[:3], loss)
+    with pytest.raises(ValueError, match="scale: "):
+        cross_entropy_gradient_(logits, target, lse, lse)
+
+
+def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
+    from kernels.cross_entropy import _shape
+
+    shape = _shape(128_256, 2)
+    warps = shape.pop("num_warps")
+    arguments = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64", "ignore_index": "i32"}
+    arguments |= dict.fromkeys(("loss_ptr", "lse_ptr", "scale_ptr", "count_ptr"), "*fp32")
+    arguments |= dict.fromkeys(("rows", "stride", "grad_stride"), "i32") | {"smoothing": "fp32", "scale_stride": 1}
+    arguments |= {"MEAN": True, "COLUMNS": 128_256} | shape
+    jobs = [{"kernel": "kernels.cross_entropy:_loss_kernel", "arguments": arguments, "warps": warps}]
+    for with_loss in (False, True):
+        job = {"kernel": "kernels.cross_entropy:_gradient_kernel", "arguments": arguments | {"WITH_LOSS": with_loss}}
+        jobs.append(job | {"warps": warps})
+    for job, report in zip(jobs, compile_for_hopper(jobs), strict=True):
+        assert report["stack"] == 0, job
+        assert report["registers"] * 32 * 32 <= 65_536, job
+        accesses = report["accesses"]
+        assert accesses["ld.v4.b32"] >= 2
+        assert accesses.get("st.v4.b32", 0) >= (2 if "gradient" in job["kernel"] else 0)
+        assert "st.b16" not in accesses
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31(assert_near):
+    columns = 128_256
+    rows = 2**31 // columns + 3
+    if torch.cuda.mem_get_info()[0] < 6 * rows * columns:
+        pytest.skip("needs 13 GiB of free GPU memory")
+    logits = torch.zeros((rows, columns), dtype=torch.bfloat16, device="cuda")
+    logits[-1, 5] = 4.0
+    target = torch.full((rows,), 5, device="cuda")
+    loss, lse, count = cross_entropy_forward(logits, target, reduction="none")
+    want = logits[-1:].double().requires_grad_()
+    torch.nn.functional.cross_entropy(want, target[-1:]).backward()
+    assert_near(loss[-1:], torch.nn.functional.cross_entropy(want.detach(), target[-1:], reduction="none"), units=8)
+    cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count, reduction="none", inplace=True)
+    assert_near(logits[-1:], want.grad, units=2)
