@@ -59,10 +59,10 @@ class ModelRunner:
             self.rope = RopeTable.of(model, config.context)
         self.graphs = None
         if graphs if graphs is not None else on_gpu and self.kernels and not config.batch_invariant:
-            from impls.serving.decode_graphs import DecodeGraphs
-
             if not (on_gpu and self.kernels):
                 raise ValueError("CUDA graphs need a CUDA GPU and kernels=True")
+            from impls.serving.decode_graphs import DecodeGraphs
+
             self.graphs = DecodeGraphs(self)
 
     @property
@@ -101,18 +101,18 @@ class ModelRunner:
         found = {id(chunk): token for chunk, token in zip(sampling, tokens, strict=True)}
         return [found[id(chunk)] for chunk in step.chunks if chunk.samples]
 
-    def attend(self, layout: Layout) -> Attend:
+    def attend(self, layout: Layout, positions: Tensor) -> Attend:
         """Attention over the cache for one pass."""
         if self.kernels:
             from impls.serving.kernel_attend import KernelAttend
 
-            return KernelAttend(self.cache, layout, self.rope, invariant=self.config.batch_invariant)
+            return KernelAttend(self.cache, layout, self.rope, positions, invariant=self.config.batch_invariant)
         return GatherAttend(self.cache, layout, apart=self.config.batch_invariant)
 
     def _run(self, chunks: Items[Chunk], rows: int = 0) -> Tensor:
         """Logits of the chunks that sample, from one pass; padded to ``rows`` tokens when that is more."""
         tokens, positions, layout = self.lay_out(chunks, rows)
-        hidden = self.model.hidden(tokens.unsqueeze(0), positions.unsqueeze(0), self.attend(layout))[0]
+        hidden = self.model.hidden(tokens.unsqueeze(0), positions.unsqueeze(0), self.attend(layout, positions))[0]
         ends = [layout.host_starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
         if not ends:
             return hidden.new_empty(0, self.vocab)

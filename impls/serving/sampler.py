@@ -62,6 +62,11 @@ class Draws:
 
 def sample(logits_BV: Tensor, draws: Draws | None) -> Tensor:
     """One token a row, int64; :data:`NOT_A_TOKEN` for a row whose largest logit is not a finite number."""
+    if draws is not None and logits_BV.device.type == "cuda":
+        from kernels.sample import sample_rows
+
+        tokens: Tensor = sample_rows(logits_BV, draws.temperatures_B, draws.top_ks_B, draws.top_ps_B, draws.keys_B)
+        return tokens
     logits_BV = logits_BV.float()
     best_B, greedy_B = logits_BV.max(dim=-1)
     tokens_B = greedy_B

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from impls.model.config import ModelConfig
 from impls.model.weights import load_model
 from impls.serving.engine import Engine, Output
 from impls.serving.plain_loop import plain_tokens
@@ -81,6 +82,31 @@ def test_greedy_gives_the_tokens_of_the_plain_loop(model, requests, answers, cha
         assert engine.counters["preemptions"] > 0
     if config.preemption == "swap":
         assert engine.counters["swapped_blocks"] > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"block_size": 32, "num_blocks": 16}, {"num_blocks": 8}, {"batch_invariant": True}],
+    ids=["plain", "blocks of 32", "preempted", "invariant"],
+)
+def test_the_kernels_give_the_tokens_of_the_plain_loop(requests, change):
+    small = ModelConfig(
+        vocab_size=512, hidden_size=48, intermediate_size=64, num_layers=2, num_heads=6, num_kv_heads=2, head_dim=16
+    )
+    model = load_model(shape=small, seed=5)
+    config = replace(CONFIG, **{"block_size": 16, "num_blocks": 32, **change})
+    few = [replace(r, sampling=Sampling(max_tokens=min(3, r.sampling.max_tokens))) for r in requests[:5]]
+    if config.num_blocks == 8:
+        few = [replace(r, prompt=(30 * r.prompt)[:30], sampling=Sampling(max_tokens=4)) for r in few]
+    engine = Engine(ModelRunner(model, config, kernels=True, graphs=False), config)
+    assert serve(engine, few) == {r.id: plain_tokens(model, r) for r in few}
+    if config.num_blocks == 8:
+        assert engine.counters["preemptions"] > 0
+
+
+def test_graphs_are_refused_where_there_is_no_gpu(model):
+    with pytest.raises(ValueError, match="CUDA graphs need"):
+        ModelRunner(model, CONFIG, graphs=True)
 
 
 def test_stop_tokens_end_an_answer_and_are_its_last_token(model, requests, answers):

@@ -1,0 +1,107 @@
+"""Decode steps as CUDA graphs, captured for batch buckets.
+
+A decode step of a small batch launches hundreds of kernels that take a few microseconds each: launched one by one the
+host is slower than the device, replayed as a graph it is not. A graph has fixed shapes, so batches are padded to the
+next bucket: padding rows have no slot to write to and no position to attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from impls.serving.kernel_attend import KernelAttend
+from impls.serving.paged_cache import Layout
+from impls.serving.scheduler import Chunk
+
+if TYPE_CHECKING:
+    from impls.serving.runner import ModelRunner
+
+
+def buckets(most: int) -> list[int]:
+    """Batch sizes that graphs are captured for: 1, 2, 4, 8, then every 8, up to ``most``, which is always one."""
+    sizes = [size for size in (1, 2, 4) if size < most]
+    sizes.extend(range(8, most, 8))
+    return [*sizes, most]
+
+
+class DecodeGraphs:
+    """Graphs of the runner's decode step, largest first, in one memory pool: the smaller ones reuse its memory."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.largest = runner.config.max_running
+        self.sizes = buckets(self.largest)
+        device = runner.device
+        # Token, position, slot, length, table row: one copy brings a whole step to the device.
+        self.host = torch.zeros(5, self.largest, dtype=torch.int64, pin_memory=True)
+        self.view = self.host.numpy()
+        self.inputs = torch.zeros(5, self.largest, dtype=torch.int64, device=device)
+        self.inputs[2] = -1
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        pool: Any = None
+        for size in reversed(self.sizes):
+            pool = self._capture(size, pool)
+
+    @torch.inference_mode()
+    def _capture(self, size: int, pool: Any) -> Any:
+        stream = torch.cuda.Stream(self.runner.device)
+        stream.wait_stream(torch.cuda.current_stream(self.runner.device))
+        with torch.cuda.stream(stream):
+            # Compilation and the libraries' own set-up must not be captured.
+            for _ in range(2):
+                self._forward(size)
+        torch.cuda.current_stream(self.runner.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            logits = self._forward(size)
+        self.graphs[size] = (graph, logits)
+        return graph.pool()
+
+    def _forward(self, size: int) -> Tensor:
+        """Logits of ``size`` decode rows from the static inputs."""
+        runner = self.runner
+        tokens, positions, slots, lengths, rows = (column[:size] for column in self.inputs)
+        layout = Layout(
+            slots_T=slots,
+            tables_BN=runner.tables.device[rows],
+            lengths_B=lengths.to(torch.int32),
+            starts_B=torch.arange(size + 1, dtype=torch.int32, device=runner.device),
+            decodes=size,
+            # How a context is split is captured with the graph, so it is chosen for the longest there may be.
+            longest=runner.config.context,
+            host_lengths=(runner.config.context,) * size,
+            host_starts=tuple(range(size + 1)),
+        )
+        attend = KernelAttend(runner.cache, layout, runner.rope, positions)
+        hidden = runner.model.hidden(tokens.unsqueeze(0), positions.unsqueeze(0), attend)[0]
+        logits: Tensor = runner.model.lm_head(hidden)
+        return logits
+
+    def replay(self, chunks: Items[Chunk]) -> Tensor:
+        """Logits of the chunks, one row each; they are overwritten by the next replay."""
+        count = len(chunks)
+        size = next(size for size in self.sizes if size >= count)
+        page = self.runner.config.block_size
+        view = self.view
+        for row, chunk in enumerate(chunks):
+            sequence, place = chunk.sequence, chunk.start
+            view[0, row] = sequence.tokens[place]
+            view[1, row] = place
+            view[2, row] = sequence.blocks[place // page] * page + place % page
+            view[3, row] = place + 1
+            view[4, row] = self.runner.tables.row(sequence)
+        view[:, count:size] = np.array([[0], [0], [-1], [0], [0]])
+        self.runner.tables.sync()
+        # The step's tokens are read back before the next step, so the pinned rows are free by then.
+        self.inputs[:, :size].copy_(self.host[:, :size], non_blocking=True)
+        graph, logits = self.graphs[size]
+        graph.replay()
+        if all(chunk.samples for chunk in chunks):
+            return logits[:count]
+        picked = [row for row, chunk in enumerate(chunks) if chunk.samples]
+        return logits[torch.tensor(picked, device=self.runner.device)]
