@@ -42,6 +42,9 @@ class OpCase:
         self._grads: tuple[torch.Tensor, ...] = ()
         self._output_grads: list[torch.Tensor] = []
         self._seed = 0
+        choice = getattr(fn, "choice", None)
+        if callable(choice):
+            self.choice = choice  # what a function that chooses (tiles, kernels) picked goes into the record
 
     def load(self, inputs: Inputs) -> None:
         """Copies the inputs into the case's own buffers; for a backward, runs the forward that it starts from."""
