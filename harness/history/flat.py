@@ -3,7 +3,7 @@
 Compacted files carry these columns beside the whole line, and the reader's index carries them for runs that are not
 compacted yet, so that a query never parses JSON. Metrics become three columns each: ``m_latency``,
 ``m_latency_low`` and ``m_latency_high``; empty where a record does not have them. Objects that a view only shows
-(``dims``, ``claim``, ``stack``, ``counters``, ``missing``, ``digests``) stay JSON text.
+(``dims``, ``claim``, ``stack``, ``env``, ``counters``, ``missing``, ``digests``) stay JSON text.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ NUMBER: Final[Mapping[str, Path]] = {
     "check_s": ("costs", "check_s"),
     "gpu_count": ("host", "gpu_count"),
     "power_limit_w": ("host", "power_limit_w"),
-    "matmul_s": ("matmul_s",),
-    "copy_s": ("copy_s",),
+    "matmul_s": ("reading", "matmul_s"),
+    "copy_s": ("reading", "copy_s"),
 }
 WHOLE: Final[Mapping[str, Path]] = {"schema": ("schema",), "method": ("method",), "ranks": ("ranks",)}
 FLAG: Final[Mapping[str, Path]] = {
@@ -95,7 +95,7 @@ FLAG: Final[Mapping[str, Path]] = {
     "host_bound": ("samples", "host_bound"),
     "settled": ("samples", "settled"),
 }
-OBJECT: Final = ("dims", "digests", "claim", "stack", "counters", "missing")
+OBJECT: Final = ("dims", "digests", "claim", "stack", "env", "counters", "missing")
 PARTS: Final = ("value", "low", "high")
 
 

@@ -153,7 +153,14 @@ class Maker:
     def _sentinel(self, common: dict[str, Any], when: str) -> dict[str, Any]:
         reading = {"matmul_s": 2e-4 * self._dice.gauss(1, 0.003), "copy_s": 5e-4 * self._dice.gauss(1, 0.003)}
         moved = {"moved": False, "reason": None} if when == "end" else {}
-        return {**common, "type": "sentinel", "id": f"{common['run']}-{when}", "when": when, **reading, **moved}
+        return {
+            **common,
+            "type": "sentinel",
+            "id": f"{common['run']}-{when}",
+            "when": when,
+            "reading": reading,
+            **moved,
+        }
 
     def _technique_records(
         self, common: dict[str, Any], technique: str, family: str, index: int

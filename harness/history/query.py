@@ -15,7 +15,7 @@ from harness.errors import UsageError, unknown
 from harness.history.engine import History, Row, as_object
 from harness.history.flat import OBJECT, metric_column
 from harness.metric_names import METRICS
-from harness.stats import median
+from harness.stats import Estimate, median
 
 #: From the worst to the best: what a technique with several workloads is said to be.
 SEVERITY: Final = ("wrong", "error", "implausible", "timeout", "oom", "unsettled", "skipped", "passed")
@@ -245,21 +245,23 @@ def series(history: History, key: SeriesKey, since: str | None = None) -> list[R
         'GROUP BY "commit", dirty',
         values,
     )
-    return _points(history, rows, key.metric, since)
+    return points_of(history, rows, key.metric, since)
 
 
-def _points(history: History, rows: list[Row], metric: str, since: str | None) -> list[Row]:
+def points_of(history: History, rows: Iterable[Row], metric: str, since: str | None = None) -> list[Row]:
+    """Points in commit order from what :func:`series` selects for each commit."""
     points = []
     for row in rows:
         place = history.order.place(row["commit"] or "")
         if since is not None and (place.date or row["first"]) < since:
             continue
-        estimate = median(row["values"])
+        values = row["values"]
+        estimate = median(values) if len(values) > 1 else Estimate(values[0], values[0], values[0], 1)
         low, high = row["low"], row["high"]
         if estimate.n > 1:
             low = estimate.low if low is None or estimate.n > 5 else min(low, estimate.low)
             high = estimate.high if high is None or estimate.n > 5 else max(high, estimate.high)
-        unit = METRICS[metric].unit.replace("items", row.pop("unit") or "items")
+        unit = METRICS[metric].unit.replace("items", row["unit"] or "items")
         points.append(
             {
                 **row,
@@ -345,17 +347,32 @@ def scaling(history: History, **filters: Any) -> list[Row]:
     return sorted(chosen, key=lambda row: (row["technique"], row["gpu"], row["variant"], row["ranks"]))
 
 
-def aggregate(history: History, metrics: Sequence[str], **filters: Any) -> list[Row]:
-    """Of every series among the records chosen: the values of each metric, run by run, and their intervals' ends."""
+def aggregate(
+    history: History, metrics: Sequence[str], clean: bool = False, last: int = 15, **filters: Any
+) -> list[Row]:
+    """Of every series among the records chosen: each metric's newest values run by run (``v_latency``), the newest
+    commit's last, and the mean ratio of the ends of their own intervals, high over low (``w_latency``).
+
+    Args:
+        clean: leave dirty trees out.
+        last: so many values at most.
+    """
     condition, values = where(filters)
     keys = ", ".join(f'"{name}"' for name in KEY_COLUMNS)
     parts = ", ".join(
-        f'list({column} ORDER BY "time") FILTER ({column} IS NOT NULL) AS v_{name}, '
-        f"min({column}_low) AS l_{name}, max({column}_high) AS h_{name}"
+        f"list_reverse(max_by({column}, place, {int(last)}) FILTER ({column} IS NOT NULL)) AS v_{name}, "
+        f"avg({column}_high / {column}_low) FILTER ({column}_low > 0) AS w_{name}"
         for name, column in ((name, metric_column(name)) for name in metrics)
     )
+    columns = ", ".join(
+        f"{column}, {column}_low, {column}_high" for column in (metric_column(name) for name in metrics)
+    )
     return history.rows(
-        f"SELECT {keys}, any_value(workload) AS workload, any_value(unit) AS unit, {parts} FROM records "
-        f"WHERE type = 'measurement' AND status = 'passed' AND {condition} GROUP BY {keys} ORDER BY {keys}",
+        f"SELECT {keys}, any_value(workload) AS workload, any_value(unit) AS unit, {parts} FROM ("
+        f"SELECT {keys}, workload, unit, {columns}, coalesce(p.rank, -1) * 4294967296 "
+        '+ coalesce(epoch(TRY_CAST("time" AS TIMESTAMP))::BIGINT, 0) AS place '
+        "FROM (SELECT * FROM records "
+        f"WHERE type = 'measurement' AND status = 'passed' {'AND NOT dirty' if clean else ''} AND {condition}) AS r "
+        f'LEFT JOIN places AS p ON p."commit" = r."commit") GROUP BY {keys} ORDER BY {keys}',
         values,
     )

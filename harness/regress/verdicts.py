@@ -1,0 +1,289 @@
+"""A verdict for every series of the history: what changed, by how much, since when, and whose doing it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from harness.history.engine import History, Row
+from harness.history.index import cache_folder
+from harness.history.query import KEY_COLUMNS, SeriesKey
+from harness.metric_names import METRICS
+from harness.regress.acknowledge import Acknowledged
+from harness.regress.attribution import changed_between, reproduce, side_of
+from harness.regress.detect import detect
+from harness.regress.points import as_detector_points, collect, fingerprints, sentinel
+from harness.regress.report import Event, Report
+from harness.regress.rules import RULES
+
+VERDICTS: Final = ("regressed", "inconclusive", "improved", "unchanged", "too few runs")
+#: Points at the end of a series that are judged; what lies before is history.
+WINDOW: Final = 250
+#: What a verdict repeats of its last change.
+OF_EVENT: Final = ("ratio", "low", "high", "commit", "previous", "subject", "date", "side", "side_reason", "changed")
+#: Changes whenever a verdict on the same points would read differently.
+VERSION: Final = 1
+
+
+@dataclass
+class Verdict:
+    """One series, judged. ``body`` holds plain values only (see :meth:`as_json`)."""
+
+    key: SeriesKey
+    verdict: str
+    body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def acknowledged(self) -> str | None:
+        """The reason why its last change was accepted; None if it was not."""
+        reason: str | None = self.body.get("acknowledged")
+        return reason
+
+    @property
+    def last_event(self) -> dict[str, Any] | None:
+        """The newest change."""
+        events: list[dict[str, Any]] = self.body.get("events") or []
+        return events[-1] if events else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything about the verdict: the series' parts, ``verdict``, ``reason``, size with interval (``ratio``,
+        ``low``, ``high``), ``commit``, ``previous``, ``side``, ``changed``, ``smallest_change``, ``reproduce``,
+        ``events``, ``acknowledged``."""
+        return {
+            "series": self.key.text,
+            **{name: getattr(self.key, name) for name in KEY_COLUMNS},
+            "metric": self.key.metric,
+            "better": METRICS[self.key.metric].better,
+            "verdict": self.verdict,
+            **self.body,
+        }
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is judged: filters (None: all), and ``since``, a recorded commit or an ISO date: older changes are left out
+    of the verdict, though not out of ``events``."""
+
+    technique: str | None = None
+    gpu: str | None = None
+    variant: str | None = None
+    metric: str | None = None
+    since: str | None = None
+    window: int = WINDOW
+
+
+def judge(
+    history: History,
+    scope: Scope | None = None,
+    acknowledged: Sequence[Acknowledged] = (),
+    progress: Callable[[int, int], None] | None = None,
+    cache: Path | None = None,
+) -> list[Verdict]:
+    """A verdict for every series in scope, the worst first.
+
+    The series of a technique on a GPU type are not judged again while their records stay the same: ``cache`` (by
+    default in the user's cache) keeps their verdicts.
+    """
+    return judge_within(None, history, scope, acknowledged, progress, cache)[0]
+
+
+def judge_within(
+    budget_s: float | None,
+    history: History,
+    scope: Scope | None = None,
+    acknowledged: Sequence[Acknowledged] = (),
+    progress: Callable[[int, int], None] | None = None,
+    cache: Path | None = None,
+) -> tuple[list[Verdict], int]:
+    """As :func:`judge`, but nothing more is judged anew once ``budget_s`` has passed: what is kept is given all the
+    same, beside the number of techniques × GPU types that still wait. Asked again, it goes on."""
+    scope = scope or Scope()
+    marks = fingerprints(history)
+    groups = sorted(g for g in marks if scope.technique in (None, g[0]) and scope.gpu in (None, g[1]))
+    kept = _Kept(cache or cache_folder() / "verdicts.json")
+    verdicts: list[Verdict] = []
+    waiting = 0
+    start = time.monotonic()
+    for number, (technique, gpu) in enumerate(groups, 1):
+        mark = f"{VERSION} {RULES!r} {scope.window} {history.order.repository} {marks[technique, gpu]}"
+        name = f"{'|'.join(store.url for store in history.stores)}|{technique}|{gpu}"
+        bodies = kept.get(name, mark)
+        if bodies is None and budget_s is not None and time.monotonic() - start >= budget_s:
+            waiting += 1
+            continue
+        if bodies is None:
+            bodies = _judge_group(history, technique, gpu, scope.window)
+            kept.put(name, mark, bodies)
+        for text, body in bodies.items():
+            key = SeriesKey.parse(text)
+            if scope.variant in (None, key.variant) and scope.metric in (None, key.metric):
+                verdicts.append(Verdict(key, body.pop("verdict"), body))
+        if progress is not None:
+            progress(number, len(groups))
+    kept.save()
+    for verdict in verdicts:
+        _limit(verdict, history, scope.since)
+        _acknowledge(verdict, acknowledged)
+    return sorted(verdicts, key=_rank), waiting
+
+
+def _rank(verdict: Verdict) -> tuple[Any, ...]:
+    ratio = verdict.body.get("ratio") or 1.0
+    size = max(ratio, 1 / ratio) if ratio > 0 else 1.0
+    return verdict.acknowledged is not None, VERDICTS.index(verdict.verdict), -size, verdict.key.text
+
+
+def _judge_group(history: History, technique: str, gpu: str, window: int) -> dict[str, dict[str, Any]]:
+    group = collect(history, technique, gpu, last=window)
+    bodies: dict[str, dict[str, Any]] = {}
+    for key, points in group.items():
+        judged = [point for point in points if point["judged"]]
+        if judged:
+            report = detect(as_detector_points(judged), METRICS[key.metric].better)
+            bodies[key.text] = _body(history, key, judged, report, group)
+    return bodies
+
+
+def _limit(verdict: Verdict, history: History, since: str | None) -> None:
+    """Leave a last change out of the verdict that is older than ``since``."""
+    last = verdict.last_event
+    if since is None or last is None or verdict.verdict not in ("regressed", "improved"):
+        return
+    place = history.order.places.get(since)
+    old = last["until_rank"] < place.rank if place is not None else str(last["until_date"]) < since
+    if old:
+        verdict.verdict = "unchanged"
+        verdict.body.update(dict.fromkeys(OF_EVENT))
+        verdict.body["reason"] = f"no change since then; the last one was: {verdict.body['reason']}"
+
+
+def _body(
+    history: History, key: SeriesKey, points: Sequence[Row], report: Report, group: dict[SeriesKey, list[Row]]
+) -> dict[str, Any]:
+    readings = sentinel(history, key.gpu)
+    events = [_event(history, key, points, event, group, readings) for event in report.events]
+    verdict, reason = report.state, report.reason
+    now = points[-1]
+    body: dict[str, Any] = {
+        "verdict": verdict,
+        "reason": reason,
+        "workload": now["workload"],
+        "family": now["family"],
+        "unit": now["unit"],
+        "points": len(points),
+        "runs": report.runs,
+        "value": now["value"],
+        **dict.fromkeys(OF_EVENT),
+        "noise": report.noise,
+        "smallest_change": report.smallest_change,
+        "smallest_lasting_change": report.smallest_lasting_change,
+        "newest": now["commit"],
+        "reproduce": reproduce(now),
+        "events": events,
+        "suspect": None,
+    }
+    if events and verdict != "unchanged":
+        body.update({name: events[-1][name] for name in OF_EVENT} | {"reproduce": events[-1]["reproduce"]})
+    if report.suspect is not None:
+        point = points[report.suspect]
+        body["suspect"] = {"commit": point["commit"], "subject": point["subject"], "runs": point["runs"],
+                           "value": point["value"], "reproduce": reproduce(point)}  # fmt: skip
+    return body
+
+
+def _event(
+    history: History,
+    key: SeriesKey,
+    points: Sequence[Row],
+    event: Event,
+    group: dict[SeriesKey, list[Row]],
+    readings: dict[str, dict[str, list[float]]],
+) -> dict[str, Any]:
+    old, new = points[event.index - 1], points[event.index]
+    end = points[event.end]
+    side = side_of(key, points, event, group, readings)
+    back = None if event.recovered_at is None else points[event.recovered_at]["commit"]
+    return {
+        "kind": event.kind,
+        "verdict": event.verdict,
+        "ratio": event.ratio,
+        "low": event.low,
+        "high": event.high,
+        "old": event.old,
+        "new": event.new,
+        "p_value": event.p_value,
+        "commit": new["commit"],
+        "until": end["commit"],
+        "until_rank": end["rank"],
+        "until_date": end["date"] or end["first"],
+        "subject": new["subject"],
+        "date": new["date"] or new["first"],
+        "previous": old["commit"],
+        "recovered": back,
+        "recovers": None if event.recovers is None else points[event.recovers]["commit"],
+        "side": side.name,
+        "side_reason": side.reason,
+        "ratios": dict(side.ratios),
+        "changed": changed_between(old, end if event.kind == "drift" else new, history.repository).as_json(),
+        "reproduce": reproduce(new),
+        "reason": event.reason,
+    }
+
+
+def _acknowledge(verdict: Verdict, entries: Iterable[Acknowledged]) -> None:
+    """Write the reason of an accepted change beside it, and beside the verdict if it is the last one."""
+    series = {**{name: getattr(verdict.key, name) for name in KEY_COLUMNS}, "metric": verdict.key.metric}
+    series["workload"] = verdict.body.get("workload")
+    verdict.body["acknowledged"] = None
+    events = verdict.body.get("events") or []
+    for event in events:
+        commits = [event["commit"], *(item["commit"] for item in event["changed"]["commits"])]
+        event["acknowledged"] = next((e.reason for e in entries if e.covers(series, commits)), None)
+    if events and verdict.verdict in ("regressed", "improved"):
+        verdict.body["acknowledged"] = events[-1]["acknowledged"]
+
+
+class _Kept:
+    """Verdicts of groups of series, kept by a mark of what they were made from."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._changed = False
+        try:
+            self._kept: dict[str, Any] = dict(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError):  # none yet, or torn: judged anew
+            self._kept = {}
+
+    def get(self, name: str, mark: str) -> dict[str, dict[str, Any]] | None:
+        found = self._kept.get(name)
+        return copy.deepcopy(found["bodies"]) if found and found.get("mark") == mark else None
+
+    def put(self, name: str, mark: str, bodies: dict[str, dict[str, Any]]) -> None:
+        self._kept[name] = {"mark": mark, "bodies": copy.deepcopy(bodies)}
+        self._changed = True
+
+    def save(self) -> None:
+        """Keep them; a cache that cannot be written costs time only."""
+        if not self._changed:
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(self._kept))
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+
+def counts(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """How many series of each verdict; acknowledged changes count apart."""
+    found = dict.fromkeys((*VERDICTS, "acknowledged"), 0)
+    for verdict in verdicts:
+        found["acknowledged" if verdict.acknowledged is not None else verdict.verdict] += 1
+    return found
