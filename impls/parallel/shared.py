@@ -37,12 +37,17 @@ def wide_size(dtype: str) -> int:
 
 
 def model_config(workload: Workload) -> ModelConfig:
-    """The decoder that the workload's dimensions describe.
+    """The decoder that a training workload's dimensions describe; see :func:`config_of`."""
+    return config_of(workload, workload.seq + 1)
+
+
+def config_of(workload: Workload, positions: int) -> ModelConfig:
+    """The decoder of ``layers``, ``width``, ``ffn``, ``heads``, ``kv_heads`` and ``vocab``.
 
     Raises:
-        ValueError: heads that do not divide the width.
+        ValueError: heads that do not divide the width, or heads that key-value heads do not divide.
     """
-    if workload.width % workload.heads:
+    if workload.heads < 1 or workload.width % workload.heads:
         raise ValueError(f"{workload.heads} heads do not divide the model's width of {workload.width}")
     return ModelConfig(
         vocab_size=workload.vocab,
@@ -52,25 +57,28 @@ def model_config(workload: Workload) -> ModelConfig:
         num_heads=workload.heads,
         num_kv_heads=workload.kv_heads,
         head_dim=workload.width // workload.heads,
-        max_position_embeddings=workload.seq + 1,
+        max_position_embeddings=positions,
     )
 
 
 def train_inputs(workload: Workload, ctx: Context) -> dict[str, Any]:
-    """``tokens`` (B, S+1), the last of each row only a target, and the initial weights as ``weight.NAME``.
-
-    Matrices have variance 1 / fan-in; norms vary around 1, so that none is idle.
-    """
+    """``tokens`` (B, S+1), the last of each row only a target, and the initial weights as ``weight.NAME``."""
     config = model_config(workload)
+    values = draw_weights(config, ctx)
     shape = (workload.batch, workload.seq + 1)
-    tokens = torch.randint(0, config.vocab_size, shape, generator=ctx.generator(1)).to(ctx.device)
-    values: dict[str, Any] = {"tokens": tokens}
+    values["tokens"] = torch.randint(0, config.vocab_size, shape, generator=ctx.generator(1)).to(ctx.device)
+    return values
+
+
+def draw_weights(config: ModelConfig, ctx: Context) -> dict[str, Any]:
+    """Whole seeded weights as ``weight.NAME``: matrices of variance 1 / fan-in, norms around 1 so that none is idle."""
     with torch.device("meta"):
         shapes = {name: tuple(param.shape) for name, param in Decoder(config).named_parameters()}
+    values: dict[str, Any] = {}
     for salt, (name, size) in enumerate(shapes.items(), start=2):
         is_norm = len(size) == 1
-        drawn = torch.randn(size, generator=ctx.generator(salt)) * (0.1 if is_norm else size[-1] ** -0.5)
-        values[f"weight.{name}"] = (drawn + 1 if is_norm else drawn).to(device=ctx.device, dtype=ctx.dtype)
+        drawn = ctx.randn(*size, scale=0.1 if is_norm else size[-1] ** -0.5, salt=salt)
+        values[f"weight.{name}"] = drawn + 1 if is_norm else drawn
     return values
 
 
@@ -228,21 +236,23 @@ def exposure(
     """Seconds, medians over alternating rounds, of the slowest rank: ``step_s`` with communication, ``compute_s``
     without, and ``exposed_comm``, by which the first is longer (0 when it is not)."""
 
-    def timed() -> float:
-        _fence(device)
-        link.barrier()
-        start = time.perf_counter()
-        run()
-        _fence(device)
-        return link.most(time.perf_counter() - start, device)
-
     loud, still = [], []
     for _ in range(rounds):
-        loud.append(timed())
+        loud.append(fenced(run, link, device))
         with quiet():
-            still.append(timed())
+            still.append(fenced(run, link, device))
     step, compute = statistics.median(loud), statistics.median(still)
     return {"step_s": step, "compute_s": compute, "exposed_comm": max(0.0, step - compute)}
+
+
+def fenced(run: Callable[[], None], link: Link, device: torch.device) -> float:
+    """Seconds of the slowest rank for one call, started together and waited for to its end."""
+    _fence(device)
+    link.barrier()
+    start = time.perf_counter()
+    run()
+    _fence(device)
+    return link.most(time.perf_counter() - start, device)
 
 
 def _fence(device: torch.device) -> None:

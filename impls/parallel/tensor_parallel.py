@@ -79,7 +79,8 @@ def check_heads(workload: Workload) -> None:
             )
 
 
-def _last(name: str) -> str:
+def last_name(name: str) -> str:
+    """``q_proj`` of ``layers.0.self_attn.q_proj.weight``."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -128,7 +129,7 @@ def make_linear(link: Link, gather: bool, sequence: bool, name: str, in_features
 
     if gather:
         return GatheredLinear(link, out_features, own(out_features), in_features)
-    if _last(name) in ROWS:
+    if last_name(name) in ROWS:
         return RowLinear(link, sequence, out_features, own(in_features))
     return SplitLinear(own(out_features), in_features)
 
@@ -208,7 +209,7 @@ class GatherEverywhere(TrainCase):
         parts = Parts(linear=lambda name, i, o, bias: make_linear(link, True, False, name, i, o))
         model = shared.empty_model(shared.model_config(workload), ctx, parts)
         super().__init__(workload, ctx, model, link)
-        self.shards = {n: 0 for n in self.params if _last(n) in COLUMNS + ROWS and _last(n) != "embed_tokens"}
+        self.shards = {n: 0 for n in self.params if last_name(n) in COLUMNS + ROWS and last_name(n) != "embed_tokens"}
 
     def forward_backward(self) -> dict[str, Tensor]:
         logits = self.model(self.tokens[:, :-1])
@@ -230,7 +231,7 @@ class Megatron(TrainCase):
         model, self.enter = parallel_model(workload, ctx, link, sequence)
         super().__init__(workload, ctx, model, link)
         self.sequence = sequence
-        self.shards = {n: 1 if _last(n) in ROWS else 0 for n in self.params if _last(n) in COLUMNS + ROWS}
+        self.shards = {n: 1 if last_name(n) in ROWS else 0 for n in self.params if last_name(n) in COLUMNS + ROWS}
 
     def _last_states(self) -> Tensor:
         """(B, S, D), or (t, D) with sequence parallelism."""
