@@ -197,6 +197,22 @@ def _programs(device: torch.device, warps: int, warps_resident: int) -> int:
     return multiprocessors(device) * max(1, warps_resident // warps)
 
 
+def check_labels(
+    target: torch.Tensor, rows: int, other_name: str, other: torch.Tensor, label_smoothing: float, reduction: str
+) -> None:
+    """Raise ValueError unless target is (rows,) class indices beside `other`, and both options are known."""
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target: dtype {target.dtype} is not supported; use int64 or int32 class indices")
+    if tuple(target.shape) != (rows,):
+        raise ValueError(f"target: shape {tuple(target.shape)}; it must be ({rows},) to go with {other_name}")
+    if target.device != other.device:
+        raise ValueError(f"target: is on {target.device}, but {other_name} is on {other.device}")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing: {label_smoothing} is out of range; use 0 up to, not including, 1")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: {reduction!r} is not known; use 'mean', 'sum' or 'none'")
+
+
 def _check(
     logits: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduction: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,16 +222,7 @@ def _check(
     check_width("logits", logits.shape[1], MAX_COLUMNS)
     if logits.shape[1] > 1 and logits.stride(1) != 1 and logits.numel():
         raise ValueError(f"logits: its last dimension has stride {logits.stride(1)}, only 1 is supported")
-    if target.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"target: dtype {target.dtype} is not supported; use int64 or int32 class indices")
-    if tuple(target.shape) != (logits.shape[0],):
-        raise ValueError(f"target: shape {tuple(target.shape)}; it must be ({logits.shape[0]},) to go with logits")
-    if target.device != logits.device:
-        raise ValueError(f"target: is on {target.device}, but logits is on {logits.device}")
-    if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing: {label_smoothing} is out of range; use 0 up to, not including, 1")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction: {reduction!r} is not known; use 'mean', 'sum' or 'none'")
+    check_labels(target, logits.shape[0], "logits", logits, label_smoothing, reduction)
     return logits, target.contiguous()
 
 
