@@ -8,68 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self
+from dataclasses import fields
+from typing import Any, Final
 
 from harness.errors import UsageError, unknown
 from harness.history.engine import History, Row, as_object
 from harness.history.flat import OBJECT, metric_column
+from harness.history.series_key import KEY_COLUMNS as KEY_COLUMNS
+from harness.history.series_key import SeriesKey as SeriesKey
 from harness.metric_names import METRICS
 from harness.stats import Estimate, median
 
 #: From the worst to the best: what a technique with several workloads is said to be.
 SEVERITY: Final = ("wrong", "error", "implausible", "timeout", "oom", "unsettled", "skipped", "passed")
-KEY_COLUMNS: Final = ("technique", "variant", "workload_id", "dtype", "gpu", "ranks", "method", "clock", "cache")
 FILTERS: Final = ("technique", "family", "kind", "layer", "variant", "workload", "workload_id", "dtype", "gpu", "ranks",
                   "tier", "status", "run", "commit", "torch", "triton", "driver", "machine", "type", "id")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SeriesKey:
-    """What makes records one series (:func:`harness.record.series_key`) and the metric that is looked at."""
-
-    technique: str
-    variant: str
-    workload_id: str
-    dtype: str
-    gpu: str
-    ranks: int
-    method: int
-    clock: str | None
-    cache: str | None
-    metric: str = "latency"
-
-    @property
-    def text(self) -> str:
-        """The series as one word, for a URL or a command line."""
-        return "/".join("-" if value is None else str(value) for value in asdict(self).values())
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The series that a word names.
-
-        Raises:
-            UsageError: the word has not ten parts, or an unknown metric.
-        """
-        parts = text.split("/")
-        names = [item.name for item in fields(cls)]
-        if len(parts) != len(names) or not (parts[5].isdigit() and parts[6].isdigit()):
-            raise UsageError(f"series {text!r} is not of the form {'/'.join(names)}")
-        if parts[9] not in METRICS:
-            raise unknown("metric", parts[9], METRICS)
-        technique, variant, workload_id, dtype, gpu = parts[:5]
-        clock, cache = (None if part == "-" else part for part in parts[7:9])
-        return cls(technique, variant, workload_id, dtype, gpu, int(parts[5]), int(parts[6]), clock, cache, parts[9])
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any], metric: str) -> Self:
-        """The series of a row and a metric."""
-        return cls(**{name: row[name] for name in KEY_COLUMNS}, metric=metric)
-
-    def where(self) -> tuple[str, list[Any]]:
-        """A condition that holds for the records of the series, and its parameters."""
-        values = [getattr(self, name) for name in KEY_COLUMNS]
-        return " AND ".join(f'"{name}" IS NOT DISTINCT FROM ?' for name in KEY_COLUMNS), values
 
 
 def where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
@@ -222,6 +175,31 @@ def _all_series(history: History) -> list[Row]:
     for row in rows:
         row["metrics"] = [name for name in judged if row.pop(f"n_{name}") > 0]
     return rows
+
+
+def resolve_series(history: History, text: str) -> SeriesKey:
+    """The series that a word names: all its parts, or as many from the front as one series has; the metric may follow
+    after a colon (``add_rms_norm/optimized:speedup``; latency if none is given).
+
+    Raises:
+        UsageError: it names none, or several.
+    """
+    if text.count("/") == len(fields(SeriesKey)) - 1:
+        key = SeriesKey.parse(text)
+        condition, values = key.where()
+        if history.rows(f"SELECT 1 AS n FROM records WHERE {condition} LIMIT 1", values):
+            return key
+    head, _, metric = text.partition(":")
+    if metric and metric not in METRICS:
+        raise unknown("metric", metric, METRICS)
+    keys = [SeriesKey.of(row, metric or "latency") for row in series_list(history)]
+    near = [key for key in keys if key.text == head or key.text.startswith(f"{head.rstrip('/')}/")]
+    if not near:
+        raise unknown("series", head, {"/".join(key.text.split("/")[:2]) for key in keys})
+    if len(near) > 1:
+        listed = "".join(f"\n  {key.text}" for key in near[:10])
+        raise UsageError(f"{text!r} names {len(near)} series; give one of them in full:{listed}")
+    return near[0]
 
 
 def series(history: History, key: SeriesKey, since: str | None = None) -> list[Row]:
