@@ -3,6 +3,7 @@ us."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -216,7 +217,7 @@ def _kernels_elsewhere() -> str | None:
 
 def _model() -> str | None:
     try:
-        from impls.model.fetch import default_model_path
+        default_model_path = importlib.import_module("impls.model.fetch").default_model_path
 
         found = default_model_path()
     except ImportError:

@@ -80,7 +80,7 @@ class Outcome:
 def launch(job: Job, world: Joined | None = None, poll: Callable[[], str | None] | None = None) -> Outcome:
     """Run the job to its end and clean up after it.
 
-    poll: called several times a second while the job runs; a text that it returns ends the job as hung, for that reason.
+    poll: called several times a second while the job runs; a text that it returns ends the job as hung, saying so.
 
     world: the world that this process has joined (:func:`harness.world.join`); every process of the world must then
     launch the same jobs in the same order, and all get the same outcome. None: this host, ranks of our own.
@@ -151,7 +151,8 @@ def _watch(
         told = world.told() if world is not None else None
         if told is not None:
             return told
-        _wait(process, 0.2 if world is not None or poll is not None else min(1.0, job.timeout_s - (time.monotonic() - started)))
+        left = job.timeout_s - (time.monotonic() - started)
+        _wait(process, 0.2 if world is not None or poll is not None else min(1.0, left))
     if code == 0:
         return None
     kills_after = oom_kills()

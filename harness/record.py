@@ -148,10 +148,7 @@ def series_key(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def problems(record: Mapping[str, Any]) -> list[str]:
     """What makes this line unfit to be history; empty when it is sound. Newer schemas are not judged here."""
-    found: list[str] = []
-    for key in COMMON_KEYS:
-        if key not in record:
-            found.append(f"lacks {key!r}")
+    found = [f"lacks {key!r}" for key in COMMON_KEYS if key not in record]
     if record.get("type") not in TYPES:
         found.append(f"type {record.get('type')!r} is none of {TYPES}")
     if record.get("type") == "measurement":

@@ -107,9 +107,10 @@ class Runner:
             left = [w for w in left if not self._through(w, item, progress)]
             if outcome.status == "passed" and (progress.done or not left):
                 break
-            if not self._blame(item, left, progress, outcome):
-                break
+            go_on = self._blame(item, left, progress, outcome)
             self._flush(item, progress)
+            if not go_on:
+                break
             left = [w for w in left if not self._through(w, item, progress)]
             if left:
                 self.settings.note(f"{name}: starting again without {', '.join(sorted(progress.skip))}")

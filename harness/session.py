@@ -25,7 +25,10 @@ from harness.serving.metrics import Slo
 
 @dataclass(frozen=True)
 class Options:
-    """How a run is made, beside what it measures. store: where to; None means the user's own history."""
+    """How a run is made, beside what it measures. store: where to; None means the user's own history.
+
+    limit_s, stall_s: seconds a technique may take in all, and without a sign of life; None takes the tier's.
+    """
 
     device: str
     store: str | None = None
@@ -34,6 +37,7 @@ class Options:
     samples: int | None = None
     budget_s: float | None = None
     limit_s: float | None = None
+    stall_s: float | None = None
     seed: int = 0
     share_gpus: bool = False
     slo: tuple[float | None, float | None] = (None, None)
@@ -124,6 +128,7 @@ class Session:
             samples=o.samples,
             seed=o.seed,
             limit_s=o.limit_s,
+            stall_s=o.stall_s,
             model=self.request.model,
             trace=self.request.trace,
             share_gpus=o.share_gpus,

@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need GPUs say why they do not run."""
     gpus = _gpus()
     for item in items:
-        if "multi_gpu" in item.keywords and gpus < 2:
+        if item.get_closest_marker("multi_gpu") and gpus < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA GPUs, has {gpus}"))
-        elif "gpu" in item.keywords and gpus < 1:
+        elif item.get_closest_marker("gpu") and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

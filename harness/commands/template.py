@@ -1,6 +1,6 @@
 """What ``pairbench new`` writes: a small pair that runs as it is, with a note at each place to change."""
 
-PAIR_TEMPLATE = '''"""NAME: two passes over the activations against one (the line that `pairbench list` shows: change it).
+PAIR_TEMPLATE = '''"""NAME: two passes over the activations against one (`pairbench list` shows this line: change it).
 
     out = (x * scale).relu()
 

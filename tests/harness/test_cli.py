@@ -1,0 +1,209 @@
+"""The command line as a user meets it: real processes, real records, real exit codes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOYS = ROOT / "tests" / "toys"
+
+
+def _env(tmp_path: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(TOYS)])
+    return {**os.environ, "PYTHONPATH": path, "PAIRBENCH_DATA": str(tmp_path / "data"), **more}
+
+
+def _pairbench(tmp_path: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "harness", *args]
+    return subprocess.run(command, cwd=tmp_path, env=_env(tmp_path, **env), capture_output=True, text=True, timeout=240)
+
+
+def _alive(mark: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_text())
+            except OSError:
+                continue
+    return found
+
+
+def test_list_as_json_names_every_technique(tmp_path: Path) -> None:
+    done = _pairbench(tmp_path, "list", "--json")
+    rows = {r["name"]: r for r in json.loads(done.stdout)}
+    assert done.returncode == 0
+    assert {"add_rms_norm", "kv_cache", "toy_faults"} <= set(rows)
+    assert {"name": "torch_compile", "peer": "torch", "requires": ["compiler"], "compiled": True} in rows[
+        "add_rms_norm"
+    ]["variants"]
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (("run", "add_rmsnorm"), "add_rms_norm"),
+        (("run", "add_rms_norm", "--variant", "optimised"), "optimized"),
+        (("run", "add_rms_norm", "--workload", "smoke_fw"), "smoke_fwd"),
+        (("run", "add_rms_norm", "--set", "row=4"), "rows"),
+        (("run", "add_rms_norm", "--set", "rows"), "NAME=VALUE"),
+        (("run", "add_rms_norm", "--tier", "smok"), "smoke"),
+        (("run", "add_rms_norm", "--device", "gpu"), "cpu"),
+        (("run", "add_rms_norm", "--ranks", "2"), "one rank"),
+        (("run", "add_rms_norm", "--store", "/proc/no/store"), "/proc/no/store"),
+        (("run", "kv_cache", "--workload", "tiny", "--model", "/no/such/model"), "/no/such/model"),
+        (("run", "--workload-file", "/no/such/file"), "/no/such/file"),
+        (("show", "--store", "/no/such/store"), "/no/such/store"),
+        (("new", "Bad-Name"), "lower case"),
+    ],
+)
+def test_bad_use_names_the_thing_and_exits_2(tmp_path: Path, args: tuple[str, ...], word: str) -> None:
+    done = _pairbench(tmp_path, *args)
+    assert done.returncode == 2, done.stderr
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """One toy run, kept in a store of its own."""
+    folder = tmp_path_factory.mktemp("served")
+    store = str(folder / "store")
+    args = ("run", "toy_serve", "--store", store, "--csv", str(folder / "out.csv"), "--json", "--samples", "3")
+    done = _pairbench(folder, *args)
+    records = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr  # one variant loses a request: wrong
+    return folder, records
+
+
+def test_a_run_records_prints_and_exports(served: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, records = served
+    status = {r["variant"]: r["status"] for r in records}
+    assert status["loses"] == "wrong"
+    assert status["baseline"] in ("passed", "unsettled")
+    optimized = next(r for r in records if r["variant"] == "optimized")
+    assert {"ttft_p50", "itl_p99", "output_rate", "latency", "speedup", "throughput"} <= set(optimized["metrics"])
+    assert optimized["reproduce"] == "pairbench run toy_serve --workload eight"
+    lines = [json.loads(x) for p in (folder / "store").rglob("*.jsonl") for x in p.read_text().splitlines()]
+    assert [x["type"] for x in lines] == ["run", "sentinel", *["measurement"] * 3, "sentinel"]
+    rows = list(csv.DictReader((folder / "out.csv").read_text().splitlines()))
+    assert len(rows) == 3
+    assert float(next(r for r in rows if r["variant"] == "optimized")["latency [s]"]) > 0
+
+
+def test_show_prints_the_run_and_names_damage(served: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = served
+    shown = _pairbench(folder, "show", "--store", str(folder / "store"))
+    assert shown.returncode == 0, shown.stderr
+    assert "toy_serve" in shown.stdout
+    file = next((folder / "store").rglob("*.jsonl"))
+    damaged = folder / "damaged" / file.parent.name
+    damaged.mkdir(parents=True)
+    newer = json.loads(file.read_text().splitlines()[0])
+    newer["schema"] = 99
+    text = file.read_text() + json.dumps(newer) + "\n" + '{"torn": '
+    (damaged / file.name).write_text(text)
+    shown = _pairbench(folder, "show", "--store", str(folder / "damaged"))
+    assert shown.returncode == 1
+    assert "toy_serve" in shown.stdout
+    assert f"{file.name}:7" in shown.stderr
+    assert "newer" in shown.stderr
+    assert f"{file.name}:8" in shown.stderr
+
+
+def test_an_existing_csv_is_not_overwritten(served: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, _ = served
+    done = _pairbench(folder, "run", "toy_serve", "--no-store", "--csv", str(folder / "out.csv"))
+    assert done.returncode == 2
+    assert "overwritten" in done.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path: Path) -> None:
+    mark = f"PAIRBENCH_TEST_MARK={os.getpid()}-{time.time_ns()}"
+    key, value = mark.split("=")
+    env = _env(tmp_path, PAIRBENCH_TOY_FAULT="hang", **{key: value})
+    store = tmp_path / "store"
+    command = [
+        sys.executable,
+        "-m",
+        "harness",
+        "run",
+        "toy_serve",
+        "toy_faults",
+        "--store",
+        str(store),
+        "--samples",
+        "3",
+    ]
+    with open(tmp_path / "err", "w") as err:
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=err, stderr=err)
+        deadline = time.monotonic() + 120
+        while "check hangs" not in (tmp_path / "err").read_text():
+            assert time.monotonic() < deadline, (tmp_path / "err").read_text()
+            assert process.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=60)
+    assert code == 130, (tmp_path / "err").read_text()
+    assert _alive(value) == []
+    kept = [json.loads(x) for p in store.rglob("*.jsonl") for x in p.read_text().splitlines()]
+    assert {k["technique"] for k in kept if k["type"] == "measurement"} == {"toy_serve"}
+
+
+def test_a_generated_technique_runs_and_passes(tmp_path: Path) -> None:
+    for room in ("impls", "suites"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").write_text('"""A room."""\n')
+    for room in ("harness", "kernels"):
+        (tmp_path / room).symlink_to(ROOT / room)
+    made = _pairbench(tmp_path, "new", "my_idea", "--family", "mine")
+    assert made.returncode == 0, made.stderr
+    assert _pairbench(tmp_path, "new", "my_idea", "--family", "mine").returncode == 2
+    env = {**_env(tmp_path), "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "harness", "check", "my_idea", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    status = {r["variant"]: r["status"] for r in json.loads(done.stdout)}
+    assert status == {"baseline": "passed", "optimized": "passed", "torch_compile": "skipped"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "bad", "word"), [("die", "dies", "rank 1"), ("hang", "hangs", "rank 1")])
+def test_a_rank_that_dies_or_hangs_costs_one_record(tmp_path: Path, fault: str, bad: str, word: str) -> None:
+    code = (
+        "import sys, json; from harness.plan import Request; from harness.session import Options, Session;"
+        "from harness.report import Reporter;"
+        "o = Options(device='cpu', keep=False, samples=3, stall_s=8.0);"
+        "r = Session(Request(names=['toy_step']), o, Reporter(True)).run();"
+        "print(json.dumps([[x['variant'], x['status'], x['reason']] for x in r.records]))"
+    )
+    env = _env(tmp_path, PAIRBENCH_TOY_FAULT=fault)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280
+    )
+    found = {v: (s, why) for v, s, why in json.loads(done.stdout)}
+    assert found[bad][0] == {"die": "error", "hang": "timeout"}[fault], done.stderr
+    assert word in found[bad][1]
+    rest = {v: s for v, (s, _) in found.items() if v != bad}
+    assert set(rest.values()) <= {"passed", "unsettled"}
+    assert len(rest) == 3
+
+
+def test_a_two_rank_step_is_measured_with_its_skew(tmp_path: Path) -> None:
+    done = _pairbench(tmp_path, "run", "toy_step", "--no-store", "--json", "--samples", "3")
+    records = {r["variant"]: r for r in json.loads(done.stdout)}
+    assert {r["status"] for r in records.values()} <= {"passed", "unsettled"}, done.stderr
+    assert records["optimized"]["ranks"] == 2
+    assert records["optimized"]["metrics"]["skew"]["value"] >= 0
+    assert records["optimized"]["counters"] == {"link_bytes": 128.0}

@@ -1,0 +1,206 @@
+"""One workload, measured in this process: what each kind of broken variant comes to, and what a good one carries."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import memory
+from harness.job import EventReader, Events, MeasureJob
+from harness.measure import Measurement
+from harness.opcase import OpCase
+from harness.pair import Claim, Context, Inputs, Pair, Variant, Work
+from harness.ranked import Agreement
+from harness.workload import parse_workload
+
+TOYS = Path(__file__).resolve().parent.parent / "toys"
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(str(TOYS))
+    yield
+    for name in [n for n in sys.modules if n.startswith("pairbench_toys")]:
+        del sys.modules[name]
+
+
+def _events(pair: Pair, raw: dict[str, Any], folder: Path, **job: Any) -> dict[str, dict[str, Any]]:
+    workload = parse_workload(pair.name, raw, "test")
+    out = folder / "events.jsonl"
+    asked = MeasureJob(pair.name, (workload,), tuple(pair.variants), "cpu", str(out), **{"samples": 3, **job})
+    events = Events(out, 0)
+    Measurement(pair, workload, asked, Agreement(0, 1), events).run()
+    events.close()
+    return {e["variant"]: e for e in EventReader(out).new() if e["event"] == "result"}
+
+
+def test_each_fault_has_its_own_status(toys: None, tmp_path: Path) -> None:
+    from pairbench_toys import toy_faults
+
+    found = _events(toy_faults.PAIR, toy_faults.WORKLOADS[0], tmp_path)
+    status = {n: e["status"] for n, e in found.items()}
+    assert status == {
+        "baseline": "passed",
+        "optimized": "passed",
+        "wrong": "wrong",
+        "nan": "wrong",
+        "raises": "error",
+        "oom": "oom",
+        "overwrites": "wrong",
+        "hangs": "passed",
+        "dies": "passed",
+        "one_line": "passed",
+        "elsewhere": "skipped",
+    }
+    assert "RuntimeError: this variant is broken" in found["raises"]["reason"]
+    assert "this variant is broken" in found["raises"]["traceback"]
+    assert all("samples" not in found[n] for n, s in status.items() if s != "passed")
+    assert len(found["optimized"]["samples"]["values"]) == 3
+    json.dumps(found, allow_nan=False)
+
+
+def test_a_serve_run_gives_tokens_and_a_timeline(toys: None, tmp_path: Path) -> None:
+    from pairbench_toys import toy_serve
+
+    found = _events(toy_serve.PAIR, toy_serve.WORKLOADS[0], tmp_path)
+    assert found["optimized"]["status"] == "passed"
+    assert len(found["optimized"]["timeline"]["requests"]) == 8
+    assert found["loses"]["status"] == "wrong"
+    assert "r2" in found["loses"]["reason"]
+
+
+def _pair(**variants: Any) -> Pair:
+    return Pair(
+        name="inline",
+        layer="kernel",
+        relieves="memory",
+        claim=Claim(),
+        inputs=lambda w, ctx: {"x": ctx.randn(8, 4), "y": ctx.randn(4)},
+        oracle=lambda x, y: (x * y).sum(),
+        variants={"baseline": lambda x, y: (x * y).sum(), **variants},
+        work=lambda w: Work(items=1),
+    )
+
+
+RAW = {"name": "w", "tier": "smoke", "dtype": "float32", "direction": "both"}
+
+
+def test_every_gradient_is_checked(tmp_path: Path) -> None:
+    class HalfGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, y)
+            return (x * y).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = ctx.saved_tensors
+            return grad * y.expand_as(x), 0.5 * grad * x.sum(0)
+
+    found = _events(_pair(optimized=HalfGradient.apply), RAW, tmp_path)
+    assert found["optimized"]["status"] == "wrong"
+    assert "grad:y" in found["optimized"]["reason"]
+
+
+def test_an_output_that_is_only_right_the_first_time_is_caught_after_timing(tmp_path: Path) -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def stale(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return kept.setdefault("out", (x * y).sum().clone())
+
+    found = _events(_pair(optimized=stale), {**RAW, "direction": "forward"}, tmp_path)
+    assert found["optimized"]["status"] == "wrong"
+    assert "after timing" in found["optimized"]["reason"]
+    assert found["baseline"]["status"] == "passed"
+
+
+def test_a_baseline_that_does_not_fit_leaves_the_others_measured(tmp_path: Path) -> None:
+    def too_large(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pair = _pair(optimized=lambda x, y: (x * y).sum())
+    pair = Pair(**{**vars(pair), "variants": {"baseline": too_large, "optimized": pair.variants["optimized"]}})
+    found = _events(pair, {**RAW, "direction": "forward"}, tmp_path)
+    assert (found["baseline"]["status"], found["optimized"]["status"]) == ("oom", "passed")
+    assert "samples" in found["optimized"]
+
+
+def test_a_disturbed_machine_is_measured_again_and_then_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.conditions import Conditions
+
+    class Busy:
+        starts = 0
+
+        def start(self) -> None:
+            Busy.starts += 1
+
+        def poke(self) -> None: ...
+
+        def stop(self) -> Conditions:
+            return Conditions(True, contended=True, why=("a stranger runs here",))
+
+    monkeypatch.setattr("harness.measure.watch_device", lambda device: Busy())
+    found = _events(_pair(optimized=lambda x, y: (x * y).sum()), {**RAW, "direction": "forward"}, tmp_path)
+    assert Busy.starts == 2
+    assert found["optimized"]["conditions"]["unfit"] == "a stranger runs here"
+
+
+def test_memory_is_counted_above_the_start_and_not_from_an_earlier_peak() -> None:
+    big = torch.ones(60_000_000)  # 240 MB, gone before the call
+    del big
+    memory.trim()
+    found = memory.measure(lambda: torch.ones(10_000_000).sum().item(), torch.device("cpu"), 0)
+    if found.peak is None:
+        pytest.skip(found.reason)
+    assert 36e6 < found.peak < 80e6
+
+
+def test_backward_runs_alone_on_saved_tensors_and_oracle_sees_the_same_gradients() -> None:
+    workload = parse_workload("t", {**RAW, "direction": "backward"}, "test")
+    calls = {"forward": 0}
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls["forward"] += 1
+        return x * y
+
+    ctx = Context(torch.device("cpu"), torch.float32, 3)
+    inputs = Inputs({"x": ctx.randn(5, 4), "y": ctx.randn(4)}, 3)
+    low, high = (OpCase(fn, workload, ctx, None, upcast=u) for u in (False, True))
+    for case in (low, high):
+        case.load(inputs)
+    assert calls["forward"] == 2
+    for case in (low, high):
+        case.run()
+        case.run()
+    assert calls["forward"] == 2
+    assert high.result()["grad:y"].dtype == torch.float64
+    torch.testing.assert_close(low.result()["grad:y"].double(), high.result()["grad:y"], rtol=1e-5, atol=1e-5)
+
+
+def test_poison_overwrites_what_an_earlier_run_left() -> None:
+    workload = parse_workload("t", {**RAW, "direction": "forward"}, "test")
+    out = torch.empty(3)
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        return out
+
+    ctx = Context(torch.device("cpu"), torch.float32, 0)
+    case = OpCase(keeps, workload, ctx, None, upcast=False)
+    case.load(Inputs({"x": torch.ones(3)}, 0))
+    case.run()
+    case.poison()
+    assert bool(out.isnan().all())
+
+
+def test_a_variant_that_says_it_changes_its_input_gets_it_afresh(tmp_path: Path) -> None:
+    def in_place(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.mul_(y).sum()
+
+    pair = _pair(optimized=Variant(in_place, changes=("x",)))
+    assert _events(pair, {**RAW, "direction": "forward"}, tmp_path)["optimized"]["status"] == "passed"

@@ -1,0 +1,102 @@
+"""Samples are interleaved, stop when they are tight or time is up, and never fewer than promised."""
+
+from __future__ import annotations
+
+import random
+
+from harness.clock import Tick
+from harness.sampling import MAX_SAMPLES, Lane, Plan, sample_all
+
+
+class FakeMachine:
+    """A clock that advances by what each sample takes, and remembers who was sampled when."""
+
+    def __init__(self) -> None:
+        self.now, self.log = 0.0, []
+
+    def lane(self, name: str, seconds, exclusive: bool = False) -> Lane:
+        def sample() -> Tick:
+            value = seconds() if callable(seconds) else seconds
+            self.now += value
+            self.log.append(name)
+            return Tick(value)
+
+        def enter() -> None:
+            self.log.append(f"+{name}")
+
+        def leave() -> None:
+            self.log.append(f"-{name}")
+
+        return Lane(name, sample, exclusive, enter, leave)
+
+    def plan(self, budget: float = 1.0, **more) -> Plan:
+        return Plan(budget=budget, least=10, now=lambda: self.now, **more)
+
+
+def test_variants_take_turns_in_random_order() -> None:
+    machine = FakeMachine()
+    noise = random.Random(1)
+    lanes = [machine.lane(n, lambda: noise.uniform(0.9, 1.1)) for n in "abc"]
+    series = sample_all(lanes, machine.plan(budget=60.0))
+    rounds = len(series["a"].values)
+    assert {n: len(s.values) for n, s in series.items()} == dict.fromkeys("abc", rounds)
+    tail = [x for x in machine.log if x in "abc"][-3 * rounds :]
+    turns = [tuple(tail[i : i + 3]) for i in range(0, len(tail), 3)]
+    assert all(sorted(t) == ["a", "b", "c"] for t in turns)
+    assert len(set(turns)) > 1
+
+
+def test_a_call_longer_than_the_budget_still_gets_ten_samples() -> None:
+    machine = FakeMachine()
+    series = sample_all([machine.lane("slow", 100.0)], machine.plan(budget=1.0))
+    assert len(series["slow"].values) == 10
+
+
+def test_steady_samples_stop_early_and_noisy_ones_at_the_budget() -> None:
+    machine = FakeMachine()
+    assert len(sample_all([machine.lane("steady", 0.01)], machine.plan(budget=100.0))["steady"].values) == 10
+    noise = random.Random(2)
+    series = sample_all([machine.lane("noisy", lambda: noise.choice([0.01, 0.03]))], machine.plan(budget=2.0))
+    assert 10 < len(series["noisy"].values) <= MAX_SAMPLES
+
+
+def test_an_exact_number_of_samples_is_kept() -> None:
+    machine = FakeMachine()
+    assert len(sample_all([machine.lane("a", 0.01)], machine.plan(exactly=17))["a"].values) == 17
+    assert len(sample_all([machine.lane("a", 0.01)], machine.plan(exactly=3))["a"].values) == 3
+
+
+def test_warm_up_goes_on_until_times_settle() -> None:
+    machine = FakeMachine()
+    falling = iter([1.0, 0.5, 0.25, 0.12, 0.06, 0.03, 0.015] + [0.01] * 1000)
+    series = sample_all([machine.lane("a", lambda: next(falling))], machine.plan(budget=100.0))
+    assert series["a"].settled
+    assert max(series["a"].values) == 0.01
+
+
+def test_exclusive_variants_alternate_in_blocks_and_never_live_beside_another() -> None:
+    machine = FakeMachine()
+    lanes = [machine.lane("a", 0.01), machine.lane("big", 0.01, exclusive=True)]
+    series = sample_all(lanes, machine.plan(budget=3.0))
+    alive: set[str] = set()
+    for entry in machine.log:
+        if entry.startswith("+"):
+            alive.add(entry[1:])
+            assert len(alive) == 1
+        elif entry.startswith("-"):
+            alive.discard(entry[1:])
+    assert machine.log.count("+big") == machine.log.count("-big") == 3
+    assert all(len(s.values) >= 10 for s in series.values())
+
+
+def test_a_lane_is_left_when_sampling_fails() -> None:
+    machine = FakeMachine()
+
+    def broken() -> float:
+        raise RuntimeError("no")
+
+    try:
+        sample_all([machine.lane("a", broken)], machine.plan())
+    except RuntimeError:
+        machine.log.append("raised")
+    assert machine.log == ["+a", "-a", "raised"]
