@@ -4,7 +4,8 @@ Run as a program: a list of jobs as JSON on stdin, a list of reports as JSON on 
 because the tests run under Triton's interpreter, whose kernels cannot be compiled.
 
 A job is {"kernel": "module:name", "arguments": {name: type or constant}, "warps": n, "options": {...}}: the string
-"*bf16" or "i64" is a run-time argument (pointers and integers taken as divisible by 16), anything else a constant.
+"*bf16" or "i64" is a run-time argument (pointers and integers taken as divisible by 16), {"dtype": "bf16"} a constant
+that is a dtype of Triton, anything else a constant.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def report(job: dict[str, Any]) -> dict[str, Any]:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = "constexpr"
-            constants[(index,)] = value
+            constants[(index,)] = triton.language.dtype(value["dtype"]) if isinstance(value, dict) else value
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": job["warps"], **job.get("options", {})}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -155,3 +155,11 @@ def test_bad_input_is_named(draw):
     ]:
         with pytest.raises(ValueError, match=message):
             linear_cross_entropy_gradients(*arguments)
+
+
+@pytest.mark.gpu
+def test_float32_sums_of_bfloat16_products_on_the_gpu(draw, assert_near):
+    hidden, weight = draw(600, 256, dtype=torch.bfloat16), draw(5000, 256, dtype=torch.bfloat16, seed=1)
+    target = targets(600, 5000, hidden.device)
+    check(hidden, weight, target, assert_near, accumulate=torch.float32, chunk=100, units=8)
+    check(hidden, weight, target, assert_near, chunk=100, units=24)
