@@ -65,7 +65,7 @@ class Output:
 class Engine:
     """Requests in, tokens out; see the module's docstring.
 
-    counters: steps, prefill_tokens, decode_tokens, preemptions, swapped_blocks, recomputed_tokens, and what was
+    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was
     refused.
     """
 
@@ -150,6 +150,7 @@ class Engine:
             self.runner.forget(sequence)
         if not step.chunks:
             return outputs
+        began = self.clock()
         tokens = iter(self.runner.execute(step))
         now = self.now
         self._count(step)
@@ -159,6 +160,8 @@ class Engine:
             else:
                 self.scheduler.advance(chunk, None)
         if self.recorder is not None:
+            decodes = sum(chunk.length == 1 for chunk in step.chunks)
+            self.recorder.stepped(step.tokens - decodes, decodes, self._start + now - began)
             self.recorder.sample(now, self.scheduler.blocks.use, len(self.scheduler.running))
             self.recorder.slots = (self.scheduler.blocks.slots_reserved, self.scheduler.blocks.slots_held)
         return outputs
@@ -240,7 +243,7 @@ class Engine:
                 "decode_tokens" if chunk.length == 1 and chunk.start >= chunk.sequence.prompt_len else "prefill_tokens"
             )
             count[kind] += chunk.length
-        count["preemptions"] += len(step.preempted)
+        count["preempted"] += len(step.preempted)
         count["recomputed_tokens"] += sum(
             len(sequence.tokens) - 1 for sequence in step.preempted if sequence.state is State.WAITING
         )

@@ -21,6 +21,7 @@ class Recorder:
         self.requests: dict[str, dict[str, Any]] = {}
         self.cache_use: list[tuple[float, float]] = []
         self.running: list[tuple[float, float]] = []
+        self.steps: list[tuple[int, int, float]] = []
         self.slots = (0, 0)
         self.end = 0.0
 
@@ -44,6 +45,10 @@ class Recorder:
         """A request is over: finished, cancelled, failed or refused."""
         self.requests[request_id].update(finish=now, status=status, reason=reason, preemptions=preemptions)
         self.end = max(self.end, now)
+
+    def stepped(self, prompt_tokens: int, decodes: int, seconds: float) -> None:
+        """A step ran: what was in it, and how long it took."""
+        self.steps.append((prompt_tokens, decodes, seconds))
 
     def sample(self, now: float, use: float, running: int) -> None:
         """The state after a step; kept when it changed."""

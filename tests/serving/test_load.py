@@ -89,7 +89,7 @@ def test_five_hundred_requests_in_a_cache_for_three(fake, switches):
     engine = Engine(runner, config, recorder=recorder)
     got = drive(engine, requests, cancels, seed=2)
     check(fake, requests, cancels, got, config.context)
-    assert engine.counters["preemptions"] > 0
+    assert engine.counters["preempted"] > 0
     assert engine.scheduler.blocks.device.free == config.num_blocks
     assert engine.scheduler.blocks.host.free == config.host_blocks
     assert recorder.slots[0] > recorder.slots[1] > 0

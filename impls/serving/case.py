@@ -1,0 +1,107 @@
+"""A serve run as a case of the harness: one engine, one trace, and the trusted loop that judges its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from harness.pair import Context, Inputs
+from harness.workload import Workload
+from impls.model.resolve import model_for
+from impls.serving.engine import Engine, Output
+from impls.serving.plain_loop import cached_tokens, score_tokens
+from impls.serving.recorder import Recorder
+from impls.serving.request import Request
+from impls.serving.runner import ModelRunner
+from impls.serving.schedule_cost import StepCost, allowed_speedup
+from impls.serving.scheduler import EngineConfig
+
+
+class ServeCase:
+    """An engine that serves the whole trace once a run, from an empty cache each time.
+
+    ``counters`` gives what the last run counted, the cost of a step as fitted to it, and ``allowed_speedup``: how much
+    faster than static batching the schedules alone allow at that cost.
+    """
+
+    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig) -> None:
+        self.config = config
+        self.recorder = Recorder()
+        self.runner = ModelRunner(model_for(workload, ctx), config)
+        self.engine = Engine(self.runner, config, recorder=self.recorder)
+        self.requests: tuple[Request, ...] = ()
+        self.tokens: dict[str, list[int]] = {}
+
+    def load(self, inputs: Inputs) -> None:
+        """Takes the requests; the engine and its cache are as new."""
+        self.requests = inputs["requests"]
+        self.engine.reset()
+        self.poison()
+
+    def run(self) -> None:
+        """Serves every request, each sent at its arrival."""
+        self.tokens = {request.id: [] for request in self.requests}
+        self.engine.serve(self.requests, self._keep)
+
+    def _keep(self, output: Output) -> None:
+        if output.token is not None:
+            self.tokens[output.id].append(output.token)
+
+    def result(self) -> dict[str, list[int]]:
+        """The tokens of each request."""
+        return {key: list(tokens) for key, tokens in self.tokens.items()}
+
+    def poison(self) -> None:
+        """Nothing of an earlier run is left to be taken for the next one's."""
+        self.tokens = {}
+
+    def timeline(self) -> dict[str, Any]:
+        """The events of the last run."""
+        return self.recorder.timeline()
+
+    def counters(self) -> dict[str, float]:
+        """What the last run counted; see the class."""
+        counts = {key: float(value) for key, value in self.engine.counters.items()}
+        cost = StepCost.fit(self.recorder.steps)
+        if cost is not None:
+            counts.update(cost.as_counters())
+            counts["allowed_speedup"] = allowed_speedup(self.requests, self.config, cost)
+        return counts
+
+    def close(self) -> None:
+        """Gives the cache and the graphs back."""
+        del self.engine, self.runner
+
+
+class Oracle:
+    """Each request alone in float32; in lower precision, the judge of the tokens that an engine gave."""
+
+    def __init__(self, workload: Workload, ctx: Context) -> None:
+        self.exact = model_for(workload, ctx, torch.float32)
+        self.low = model_for(workload, ctx)
+        self.judges = workload.dtype in ("bfloat16", "float16")
+        self.requests: tuple[Request, ...] = ()
+        self.tokens: dict[str, list[int]] = {}
+
+    def load(self, inputs: Inputs) -> None:
+        """Takes the requests."""
+        self.requests = inputs["requests"]
+        self.tokens = {}
+
+    def run(self) -> None:
+        """The tokens of each request; in lower precision there is nothing to give, only to judge."""
+        if not self.judges:
+            self.tokens = {request.id: cached_tokens(self.exact, request) for request in self.requests}
+
+    def result(self) -> Mapping[str, Any]:
+        """The tokens of each request."""
+        return self.tokens
+
+    def score(self, result: Mapping[str, Any]) -> dict[str, float]:
+        """See :func:`impls.serving.plain_loop.score_tokens`; an answer that is missing or short fails."""
+        short = [r.id for r in self.requests if len(result.get(r.id, ())) != r.sampling.max_tokens]
+        if short:
+            return {"gap": float("inf"), "bound": 0.0, "over": float(len(short)), "divergences": 0.0}
+        return score_tokens(self.exact, self.low, self.requests, result)

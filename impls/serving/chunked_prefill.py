@@ -1,0 +1,50 @@
+"""Chunked prefill: whole prompts in one step, against chunks under a token budget that decodes share.
+
+A prompt of P tokens that joins D sequences in decode. Run whole, its step takes as long as P + D tokens take, and each
+of the D waits for it: a stall in their inter-token latency that grows with the longest prompt. Under a budget of T
+tokens a step (Agrawal et al., OSDI 2024, "Sarathi-Serve", section 4) every step runs the decodes and T - D tokens of
+the prompt, so no step is longer than T tokens take.
+
+    longest gap between tokens   whole about t(P_max),  chunked about t(T)
+    time to first token          whole about t(P),      chunked ⌈P / (T - D)⌉ · t(T)
+
+One is paid with the other: TTFT rises because decodes go along with every chunk and because a chunk's attention reads
+what came before it again. Read p99 ITL and p99 TTFT together; throughput is not promised to move.
+
+Both sides are one engine and the same kernels; only ``chunked_prefill`` differs.
+"""
+
+from __future__ import annotations
+
+from harness.pair import Claim, Context, Pair, Tolerance, Variant
+from harness.workload import Workload
+from impls.serving.case import Oracle, ServeCase
+from impls.serving.supports import cannot
+from impls.serving.traffic import engine_config, inputs, work
+
+
+def whole(workload: Workload, ctx: Context) -> ServeCase:
+    """A prompt runs in one step, however long."""
+    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=False))
+
+
+def chunked(workload: Workload, ctx: Context) -> ServeCase:
+    """No step runs more tokens than the budget."""
+    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=True))
+
+
+PAIR = Pair(
+    name="chunked_prefill",
+    kind="serve",
+    layer="system",
+    relieves="compute",
+    claim=Claim(latency="lower", throughput="same", cost="a later first token: chunks share their steps with decodes"),
+    inputs=inputs,
+    oracle=Oracle,
+    variants={
+        "baseline": Variant(whole, supports=cannot),
+        "optimized": Variant(chunked, supports=cannot),
+    },
+    work=work,
+    tolerance=Tolerance(rule="tokens"),
+)

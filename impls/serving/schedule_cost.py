@@ -1,0 +1,80 @@
+"""What a schedule costs: the price of a step, fitted to a run, and the ratio that two schedules allow at that price.
+
+The same scheduler is run without a model, every step costing what the price says. What an engine then really gains,
+over what the schedules allow, is the share that its own overheads leave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from impls.serving.request import Request, Sequence
+from impls.serving.scheduler import EngineConfig, Scheduler
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step: ``fixed`` + ``prefill`` a prompt token + ``decode`` a sequence in decode."""
+
+    fixed: float
+    prefill: float
+    decode: float
+
+    def of(self, prompt_tokens: int, decodes: int) -> float:
+        """Seconds of one step."""
+        return self.fixed + self.prefill * prompt_tokens + self.decode * decodes
+
+    @staticmethod
+    def fit(steps: Items[tuple[int, int, float]]) -> StepCost | None:
+        """Least squares over (prompt tokens, decodes, seconds); prices below zero are zero. None from too few steps."""
+        if len(steps) < 8:
+            return None
+        table = np.array(steps, dtype=np.float64)
+        design = np.column_stack([np.ones(len(table)), table[:, :2]])
+        kept = [column for column in range(3) if column == 0 or np.ptp(design[:, column]) > 0]
+        while True:
+            found = np.linalg.lstsq(design[:, kept], table[:, 2], rcond=None)[0]
+            below = [column for column, price in zip(kept, found, strict=True) if price < 0]
+            if not below:
+                break
+            kept = [column for column in kept if column not in below]
+            if not kept:
+                return None
+        prices = dict(zip(kept, found.tolist(), strict=True))
+        return StepCost(prices.get(0, 0.0), prices.get(1, 0.0), prices.get(2, 0.0))
+
+    def as_counters(self) -> dict[str, float]:
+        """For a record."""
+        return {
+            "step_fixed_s": self.fixed,
+            "step_prompt_token_s": self.prefill,
+            "step_decode_s": self.decode,
+        }
+
+
+def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) -> float:
+    """Seconds that the scheduler needs for requests that are all there at time 0, at that price."""
+    scheduler = Scheduler(config)
+    for request in requests:
+        scheduler.add(Sequence(request))
+    seconds = 0.0
+    while not scheduler.idle:
+        step = scheduler.schedule()
+        decodes = sum(chunk.length == 1 for chunk in step.chunks)
+        seconds += cost.of(step.tokens - decodes, decodes)
+        for chunk in step.chunks:
+            # Which token it is makes no difference: answers end by their length.
+            if scheduler.advance(chunk, -1 if chunk.samples else None) is not None:
+                scheduler.finish(chunk.sequence)
+    return seconds
+
+
+def allowed_speedup(requests: Items[Request], config: EngineConfig, cost: StepCost) -> float:
+    """Static batching's time over continuous batching's, at one price, all requests queued at time 0."""
+    static = simulate(requests, replace(config, batching="static"), cost)
+    continuous = simulate(requests, replace(config, batching="continuous"), cost)
+    return static / continuous if continuous > 0 else 1.0

@@ -1,0 +1,10 @@
+"""Workloads of kv_offload: more requests than the cache holds to their end, so that some are preempted."""
+
+from suites.serving._shapes import AZURE, LARGE, REAL, TINY
+
+WORKLOADS = [
+    {**TINY, "name": "tiny", "tier": "smoke", "slots": 8, "cache_tokens": 256, "host_tokens": 1024},
+    {**REAL, "name": "real", "tier": "quick", "slots": 16, "cache_tokens": 768, "host_tokens": 4096},
+    {**LARGE, "name": "8b_bf16", "tier": "full", "cache_tokens": 24576, "host_tokens": 65536, "output_median": 512.0},
+    {**AZURE, "name": "8b_azure", "tier": "full", "cache_tokens": 24576, "host_tokens": 65536},
+]

@@ -1,0 +1,203 @@
+"""The serving techniques: each pair is one switch of one engine, right on both sides, and worth what it claims."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.check import judge_scored
+from harness.discover import find, load_pair, workloads_of
+from harness.pair import Context, Inputs
+from harness.serving.metrics import summarize
+from impls.model.fetch import default_model_path
+from impls.serving.engine import Engine
+from impls.serving.recorder import Recorder
+from impls.serving.request import Request, Sampling
+from impls.serving.schedule_cost import StepCost, allowed_speedup, simulate
+from impls.serving.scheduler import EngineConfig
+from impls.serving.traffic import trace_for
+
+SERVE = ("paged_kv", "continuous_batching", "chunked_prefill", "kv_offload")
+SWITCH = {
+    "paged_kv": {"paging"},
+    "continuous_batching": {"batching"},
+    "chunked_prefill": {"chunked_prefill"},
+    "kv_offload": {"preemption", "host_blocks"},
+}
+TRACE = "AzureLLMInferenceTrace_conv.csv"
+
+
+def smoke(name, **dims):
+    technique = find(name)
+    workload = next(w for w in workloads_of(technique) if w.tier == "smoke")
+    return load_pair(technique), workload.replace(**dims) if dims else workload
+
+
+def context(workload, **more):
+    return Context(torch.device("cpu"), getattr(torch, workload.dtype), seed=3, **more)
+
+
+def served(pair, workload, variant, ctx, inputs):
+    case = pair.variant(variant).fn(workload, ctx)
+    case.load(inputs)
+    case.run()
+    return case
+
+
+@pytest.mark.parametrize("name", SERVE)
+def test_both_sides_give_the_oracles_tokens_and_differ_in_one_switch(name):
+    pair, workload = smoke(name, requests=10)
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    oracle = pair.oracle(workload, ctx)
+    oracle.load(inputs)
+    oracle.run()
+    configs = []
+    for variant in ("baseline", "optimized"):
+        case = served(pair, workload, variant, ctx, inputs)
+        assert case.result() == oracle.result()
+        case.load(inputs)
+        case.run()
+        assert case.result() == oracle.result(), "a second run differs from the first"
+        summary = summarize(case.timeline())
+        assert summary.metrics["failed_requests"]["value"] == 0
+        assert summary.serve["requests"]["finished"] == 10
+        configs.append(dataclasses.asdict(case.config))
+        case.close()
+    changed = {key for key in configs[0] if configs[0][key] != configs[1][key]}
+    assert changed <= SWITCH[name]
+    assert changed & SWITCH[name]
+
+
+def test_lower_precision_is_judged_by_the_logits_that_rounding_explains():
+    pair, workload = smoke("continuous_batching", requests=6, dtype="bfloat16")
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    oracle = pair.oracle(workload, ctx)
+    oracle.load(inputs)
+    oracle.run()
+    result = served(pair, workload, "optimized", ctx, inputs).result()
+    assert judge_scored(oracle.score(result)).passed
+    wrong = {key: [(token + 1) % 512 for token in tokens] for key, tokens in result.items()}
+    assert not judge_scored(oracle.score(wrong)).passed
+    short = {**result, "r00000": result["r00000"][:-1]}
+    assert not judge_scored(oracle.score(short)).passed
+
+
+def test_blocks_waste_less_of_the_cache_and_run_more_at_once():
+    pair, workload = smoke("paged_kv", requests=12)
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    figures = [summarize(served(pair, workload, v, ctx, inputs).timeline()).metrics for v in ("baseline", "optimized")]
+    waste, running = ([f[key]["value"] for f in figures] for key in ("cache_waste", "running_requests"))
+    assert waste[1] < 0.25 < 0.5 < waste[0]
+    assert running[1] > 1.3 * running[0]
+
+
+def test_swapping_computes_nothing_again():
+    pair, workload = smoke("kv_offload", requests=16)
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    again, swapped = (served(pair, workload, v, ctx, inputs).counters() for v in ("baseline", "optimized"))
+    assert again["recomputed_tokens"] > 0
+    assert swapped["recomputed_tokens"] == 0
+    assert swapped["swapped_blocks"] > 0
+    assert swapped["prefill_tokens"] < again["prefill_tokens"]
+
+
+def test_fresh_inputs_are_other_words_under_the_same_load():
+    pair, workload = smoke("paged_kv", requests=5)
+    first, second = (pair.inputs(workload, dataclasses.replace(context(workload), seed=s))["requests"] for s in (1, 2))
+    assert [(len(a.prompt), a.sampling, a.arrival) for a in first] == [
+        (len(b.prompt), b.sampling, b.arrival) for b in second
+    ]
+    assert all(list(a.prompt) != list(b.prompt) for a, b in zip(first, second, strict=True))
+
+
+LENGTHS = [(30, 4), (5, 40), (12, 9), (8, 3), (60, 22), (3, 3), (17, 31), (9, 6), (40, 12), (2, 2)]
+REQUESTS = [Request(f"q{i}", [1] * p, Sampling(max_tokens=n)) for i, (p, n) in enumerate(LENGTHS)]
+CONFIG = EngineConfig(max_running=3, max_step_tokens=24, block_size=4, num_blocks=90, context=128)
+
+
+@pytest.mark.parametrize("batching", ["static", "continuous"])
+def test_the_simulated_cost_is_what_an_engine_takes_at_that_price(fake, batching):
+    cost = StepCost(fixed=1.0, prefill=0.03, decode=0.1)
+    config = dataclasses.replace(CONFIG, batching=batching)
+    clock = fake.Clock()
+    decodes = lambda step: sum(c.length == 1 for c in step.chunks)  # noqa: E731
+    price = lambda step: cost.of(step.tokens - decodes(step), decodes(step))  # noqa: E731
+    runner = fake.Runner(97, config.num_blocks, config.block_size, clock=clock, cost=price)
+    recorder = Recorder()
+    engine = Engine(runner, config, clock=clock, sleep=clock.sleep, recorder=recorder)
+    engine.serve(REQUESTS)
+    assert engine.now == pytest.approx(simulate(REQUESTS, config, cost))
+    found = StepCost.fit(recorder.steps)
+    assert found is not None
+    assert (found.fixed, found.prefill, found.decode) == pytest.approx((1.0, 0.03, 0.1))
+
+
+def test_equal_lengths_allow_no_gain_and_unequal_ones_do():
+    cost = StepCost(fixed=1.0, prefill=0.0, decode=0.0)
+    equal = [Request(f"q{i}", [1, 2], Sampling(max_tokens=8)) for i in range(12)]
+    assert allowed_speedup(equal, CONFIG, cost) == pytest.approx(1.0)
+    assert allowed_speedup(REQUESTS, CONFIG, cost) > 1.3
+
+
+def test_prices_come_out_of_steps_and_none_out_of_too_few():
+    assert StepCost.fit([(1, 1, 0.1)] * 7) is None
+    steps = [(p, d, 0.5 + 0.01 * p) for p in (0, 5, 9) for d in (1, 2, 3)]
+    found = StepCost.fit(steps)
+    assert found is not None
+    assert (found.fixed, found.prefill) == pytest.approx((0.5, 0.01))
+    assert found.decode == pytest.approx(0.0, abs=1e-9)
+
+
+def test_requests_are_sent_by_the_clock_however_busy_the_engine_is(fake):
+    # Each step takes 10 s and the requests come one a second: the third waits for two steps, and that is its TTFT.
+    clock = fake.Clock()
+    runner = fake.Runner(97, 90, 4, clock=clock, cost=lambda step: 10.0)
+    recorder = Recorder()
+    engine = Engine(
+        runner, dataclasses.replace(CONFIG, max_running=1), clock=clock, sleep=clock.sleep, recorder=recorder
+    )
+    engine.serve([Request(f"q{i}", [1, 2], Sampling(max_tokens=1), arrival=5.0 + i) for i in range(3)])
+    timeline = recorder.timeline()
+    assert [r["arrival"] for r in timeline["requests"].values()] == [5.0, 6.0, 7.0]
+    assert [r["first_token"] for r in timeline["requests"].values()] == [15.0, 25.0, 35.0]
+    assert summarize(timeline).metrics["ttft_p50"]["value"] == pytest.approx(19.0)
+
+
+@pytest.mark.slow
+def test_continuous_batching_reaches_most_of_what_the_schedules_allow():
+    pair, workload = smoke("continuous_batching")
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    spans, allowed = {}, []
+    for variant in ("baseline", "optimized"):
+        case = served(pair, workload, variant, ctx, inputs)
+        best = float("inf")
+        for _ in range(3):
+            case.run()
+            best = min(best, summarize(case.timeline()).serve["span"])
+        spans[variant] = best
+        allowed.append(case.counters()["allowed_speedup"])
+    assert spans["baseline"] / spans["optimized"] >= 0.8 * min(allowed)
+
+
+@pytest.mark.slow
+def test_real_weights_serve_the_azure_trace_within_a_minute(shared: Path):
+    if default_model_path() is None:
+        pytest.skip("real weights are not here: run 'pairbench models fetch'")
+    technique = find("chunked_prefill")
+    pair = load_pair(technique)
+    workload = next(w for w in workloads_of(technique) if w.name == "real_azure")
+    ctx = context(workload, trace_path=str(shared / "traces" / TRACE))
+    assert workload.requests == len(trace_for(workload, ctx.trace_path).requests) == 64
+    assert workload.slots == 8
+    case = served(pair, workload, "optimized", ctx, Inputs(pair.inputs(workload, ctx), 3))
+    summary = summarize(case.timeline())
+    assert summary.serve["requests"]["finished"] == 64
+    assert summary.serve["span"] < 60
