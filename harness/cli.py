@@ -12,12 +12,17 @@ from types import FrameType
 
 import typer
 
-from harness.commands import inspect, measure, setup
+from harness.commands import figures, inspect, measure, setup
 from harness.errors import PairbenchError
+from harness.history import cli as history
+from harness.regress import cli as detect
+from harness.regress import cli_history as regress
+
+GROUPS = (inspect, measure, setup, history, detect, regress, figures)
 
 
 def make_app() -> typer.Typer:
-    """The whole command line, with the groups of history and regressions."""
+    """The whole command line."""
     app = typer.Typer(
         name="pairbench",
         help="Does this optimization pay on this machine, is it right, and did last night's commit make it worse?",
@@ -26,21 +31,9 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
-    for module in (inspect, measure, setup):
+    for module in GROUPS:
         module.register(app)
-    _register_rest(app)
     return app
-
-
-def _register_rest(app: typer.Typer) -> None:
-    import importlib
-
-    for name in ("harness.history.cli", "harness.regress.cli", "harness.regress.cli_history"):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        module.register(app)
 
 
 def main() -> None:

@@ -1,0 +1,126 @@
+"""``pairbench figures``: fills the tables of README and docs from the committed history, so that none is typed by hand.
+
+A place for figures is a pair of HTML comments; what stands between them is replaced::
+
+    <!-- figures: technique=kv_cache tier=quick -->
+    <!-- end figures -->
+
+Each condition is ``key=value`` over the record's plain keys (``gpu``, ``technique``, ``workload``, ``tier``,
+``variant``, ``dtype``); the newest passed record of each technique, workload, variant and GPU type is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness.errors import UsageError
+
+BLOCK = re.compile(r"(<!-- figures:(?P<query>[^>]*)-->\n)(?P<body>.*?)(<!-- end figures -->)", flags=re.DOTALL)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command()(figures)
+
+
+def figures(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Markdown files, or folders of them.")] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files; otherwise say whether they are current.")
+    ] = False,
+    store: Annotated[Path, typer.Option(help="The committed history.")] = Path("results/history"),
+) -> None:
+    """Fills the tables of README and docs from the committed history."""
+    from harness.history.store import Store
+
+    records = [r for r in Store(store).read() if r["type"] == "measurement"]
+    stale = []
+    for path in _files(paths or [Path("README.md"), Path("docs")]):
+        text = path.read_text(encoding="utf-8")
+        filled = fill(text, records)
+        if filled == text:
+            continue
+        stale.append(str(path))
+        if write:
+            path.write_text(filled, encoding="utf-8")
+            print(f"{path}: written")
+    if stale and not write:
+        print(f"not current: {', '.join(stale)}; 'pairbench figures --write' fills them")
+        raise typer.Exit(1)
+
+
+def _files(paths: Iterable[Path]) -> list[Path]:
+    out: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist")
+        out += sorted(path.glob("*.md")) if path.is_dir() else [path]
+    return out
+
+
+def fill(text: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The text with every block of figures made from the records.
+
+    Raises:
+        UsageError: a condition that is not ``key=value``.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        return match[1] + markdown(chosen(records, match["query"])) + match[4]
+
+    return BLOCK.sub(table, text)
+
+
+def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str, Any]]:
+    """The newest passed record of each technique, workload, variant and GPU type that meets the conditions."""
+    conditions = {}
+    for part in shlex.split(query):
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise UsageError(f"figures: {part!r} is not key=value")
+        conditions[key] = value
+    newest: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    for record in records:
+        if record["status"] != "passed" or any(str(record.get(k)) != v for k, v in conditions.items()):
+            continue
+        key_of = tuple(str(record[k]) for k in ("gpu", "technique", "workload", "variant"))
+        if key_of not in newest or record["time"] >= newest[key_of]["time"]:
+            newest[key_of] = record
+    return list(newest.values())
+
+
+def markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table, and the run and commit that each row comes from."""
+    from harness.tables import amount, interval, latency, seconds, share, size
+
+    if not records:
+        return "No record of this is in the committed history yet.\n"
+    lines = [
+        "| GPU type | technique | workload | variant | latency | over baseline | over best one-liner "
+        "| throughput | peak memory | reached | run |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for r in records:
+        metrics = r["metrics"]
+        rate, memory = metrics.get("throughput"), metrics.get("peak_memory")
+        cells = [
+            r["gpu"],
+            r["technique"],
+            f"{r['workload']} {r['dtype']}",
+            r["variant"],
+            latency(r) if "latency" in metrics else seconds(0),
+            interval(metrics.get("speedup")),
+            interval(metrics.get("speedup_peer")) + (f" {r['best_peer']}" if r.get("best_peer") else ""),
+            amount(rate["value"], rate["unit"]) if rate else "–",
+            size(memory["value"]) if memory else "–",
+            share(r),
+            f"{r['run']} at {(r['commit'] or 'no commit')[:10]}{' dirty' if r['dirty'] else ''}",
+        ]
+        lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |")
+    return "\n".join(lines) + "\n"
