@@ -226,4 +226,4 @@ def resolve_selection(name: str, repository: Repository | None, recorded: Iterab
         return near[0]
     if repository is not None and (found := repository.resolve(name)) is not None:
         return found
-    raise unknown("commit, branch, tag or run", name, commits)
+    raise unknown("commit, branch, tag or run", name, {commit[:12] for commit in commits})

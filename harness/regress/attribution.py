@@ -96,11 +96,12 @@ def around(points: Sequence[Row], before: set[str], after: set[str]) -> tuple[li
     return old, new
 
 
-def sides_of_time(points: Sequence[Row], event: Event) -> tuple[set[str], set[str]]:
-    """The commits just before a change and just after it."""
-    end = event.end if event.kind == "drift" else event.index
-    before = {p["commit"] for p in points[max(0, event.index - WINDOW) : event.index]}
-    after = {p["commit"] for p in points[end : end + WINDOW]}
+def sides_of_time(points: Sequence[Row], event: Event, events: Sequence[Event] = ()) -> tuple[set[str], set[str]]:
+    """The commits just before a change and just after it, no further than its neighbours among ``events``."""
+    begin = max((e.end for e in events if e.end < event.index), default=0)
+    stop = min((e.index for e in events if e.index > event.end), default=len(points))
+    before = {p["commit"] for p in points[max(begin, event.index - WINDOW) : event.index]}
+    after = {p["commit"] for p in points[event.end : min(event.end + WINDOW, stop)]}
     return before, after
 
 
@@ -110,6 +111,7 @@ def side_of(
     event: Event,
     group: Mapping[SeriesKey, Sequence[Row]],
     sentinel: Mapping[str, Mapping[str, list[float]]],
+    events: Sequence[Event] = (),
 ) -> Side:
     """Which side of the pair moved at a change of a series.
 
@@ -117,10 +119,11 @@ def side_of(
         points: the judged points of the series, as the event counts them.
         group: every series of the technique on this GPU type (:func:`harness.regress.points.collect`).
         sentinel: readings by commit (:func:`harness.regress.points.sentinel`).
+        events: every change of the series, so that neighbours do not mix in.
     """
     if not event.ratio or event.ratio <= 0:
         return Side("unknown", event.reason or "the change has no ratio")
-    before, after = sides_of_time(points, event)
+    before, after = sides_of_time(points, event, events)
     whole = math.log(event.ratio)
     metric = "latency" if key.metric in BY_TIME else key.metric
     shifts: dict[str, Shift] = {}

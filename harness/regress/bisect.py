@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from harness.errors import PairbenchError, UsageError, unknown
 from harness.history.engine import History
@@ -23,6 +23,10 @@ from harness.metric_names import METRICS
 from harness.regress import bisect_step
 from harness.regress.detect import detect
 from harness.regress.points import as_detector_points
+
+#: Isolated, so that neither this folder nor the worktree shadows the standard library: a step that dies on import
+#: would count as the new level.
+STEP: Final = (sys.executable, "-I", bisect_step.__file__)
 
 
 class BisectFailed(PairbenchError):
@@ -139,7 +143,7 @@ def shown(task: Task) -> list[str]:
     return [
         f"git worktree add --detach WORKTREE {task.bad[:12]} && cd WORKTREE",
         f"git bisect start {task.bad[:12]} {task.good[:12]}",
-        f"git bisect run {shlex.join([sys.executable, bisect_step.__file__, 'SPEC.json'])}",
+        f"git bisect run {shlex.join([*STEP, 'SPEC.json'])}",
         f"# each step: {shlex.join(task.measuring())}",
     ]
 
@@ -174,7 +178,7 @@ def _run(tree: Path, task: Task, spec: Path, log: Path, say: Callable[[str], Non
     started = git("bisect", "start", task.bad, task.good)
     if started.returncode:
         raise BisectFailed(f"git bisect start: {started.stderr.strip()}")
-    step = [sys.executable, bisect_step.__file__, str(spec)]
+    step = [*STEP, str(spec)]
     with subprocess.Popen(
         ["git", "bisect", "run", *step], cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
@@ -187,5 +191,8 @@ def _run(tree: Path, task: Task, spec: Path, log: Path, say: Callable[[str], Non
         skipped = sum(step["level"] == "skipped" for step in steps)
         last = next((step["reason"] for step in reversed(steps) if step["level"] == "skipped"), "git said no more")
         raise BisectFailed(f"no single commit was found; {skipped} of {len(steps)} steps could not tell: {last}")
+    seen = {step["commit"] for step in steps if step["level"] == "new"}
+    if culprit != task.bad and culprit not in seen:
+        raise BisectFailed(f"git names {culprit[:12]}, which was never measured at the new level: a step broke")
     subject = git("log", "-1", "--format=%s", culprit).stdout.strip()
     return Found(culprit, subject, steps)

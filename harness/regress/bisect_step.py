@@ -1,9 +1,10 @@
 """One step of ``git bisect run``: measure at the commit that is checked out, and say old level or new level.
 
 This file is run by path, with the standard library alone, in a worktree whose own code does the measuring: it must
-work whatever the commit holds. Exit codes are those of ``git bisect run``: 0 old level, 1 new level, 125 cannot tell.
+work whatever the commit holds. Exit codes are those of ``git bisect run``: 0 old level, 1 new level, 125 cannot tell,
+128 end the search.
 
-    python bisect_step.py SPEC.json
+    python -I bisect_step.py SPEC.json
 
 The spec has ``command`` (what measures; ``{store}`` in it becomes an empty folder), ``match`` (keys that the wanted
 record has), ``metric``, ``old``, ``new`` (levels), ``runs`` and ``log`` (a file that gets a line of JSON a step).
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 OLD, NEW, SKIP = 0, 1, 125
+#: Ends the search: the step itself is at fault, not the commit.
+ABORT = 128
 
 
 def measure(spec: dict[str, Any]) -> tuple[float | None, str]:
@@ -71,4 +74,9 @@ def main(path: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    try:
+        code = main(sys.argv[1])
+    except Exception as err:  # an exit code of 1 would say "new level"
+        print(f"the step failed: {type(err).__name__}: {err}", file=sys.stderr)
+        code = ABORT
+    sys.exit(code)

@@ -167,7 +167,7 @@ def _body(
     history: History, key: SeriesKey, points: Sequence[Row], report: Report, group: dict[SeriesKey, list[Row]]
 ) -> dict[str, Any]:
     readings = sentinel(history, key.gpu)
-    events = [_event(history, key, points, event, group, readings) for event in report.events]
+    events = [_event(history, key, points, event, report.events, group, readings) for event in report.events]
     verdict, reason = report.state, report.reason
     now = points[-1]
     body: dict[str, Any] = {
@@ -202,12 +202,13 @@ def _event(
     key: SeriesKey,
     points: Sequence[Row],
     event: Event,
+    events: Sequence[Event],
     group: dict[SeriesKey, list[Row]],
     readings: dict[str, dict[str, list[float]]],
 ) -> dict[str, Any]:
     old, new = points[event.index - 1], points[event.index]
     end = points[event.end]
-    side = side_of(key, points, event, group, readings)
+    side = side_of(key, points, event, group, readings, events)
     back = None if event.recovered_at is None else points[event.recovered_at]["commit"]
     return {
         "kind": event.kind,
