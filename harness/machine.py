@@ -29,8 +29,8 @@ class Machine:
         self.ceilings: Ceilings | None = None
         self._start: Reading | None = None
 
-    def begin(self) -> dict[str, Any]:
-        """Reads the sentinel, and the ceilings (measured when they are not known yet)."""
+    def begin(self) -> dict[str, Any] | None:
+        """Reads the sentinel, and the ceilings (measured when they are not known yet); None says nothing new."""
         self.reporter.note("machine: sentinel and ceilings")
         said = probe(self.device, self.where, want_ceilings=True)
         self._start = Reading.from_record(said["sentinel"])
@@ -39,8 +39,8 @@ class Machine:
             self.reporter.warn(problem)
         return {"reading": self._start.as_record(), "ceilings": self.ceilings.as_dict(), "moved": False}
 
-    def end(self) -> dict[str, Any]:
-        """Reads the sentinel again, and says whether the machine moved in between."""
+    def end(self) -> dict[str, Any] | None:
+        """Reads the sentinel again, and says whether the machine moved in between; None says nothing new."""
         self.reporter.note("machine: sentinel")
         reading = Reading.from_record(probe(self.device, self.where, want_ceilings=False)["sentinel"])
         if self._start is None:

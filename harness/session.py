@@ -68,8 +68,9 @@ class NoSink:
 class Session:
     """Carries one request out."""
 
-    def __init__(self, request: Request, options: Options, reporter: Reporter) -> None:
-        self.request, self.options, self.reporter = request, options, reporter
+    def __init__(self, request: Request, options: Options, reporter: Reporter, watch: type[Machine] = Machine) -> None:
+        """watch: what reads the machine before and after."""
+        self.request, self.options, self.reporter, self.watch = request, options, reporter, watch
 
     def run(self) -> Result:
         """Measures and records.
@@ -85,7 +86,7 @@ class Session:
         where = provenance(options.device)
         run = new_run_id()
         sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if options.keep else NoSink()
-        machine = Machine(options.device, where, self.reporter)
+        machine = self.watch(options.device, where, self.reporter)
         facts = Facts(
             run=run,
             provenance=where,
@@ -106,8 +107,8 @@ class Session:
             runner = Runner(facts, sink, settings)
             result.records = runner.records
             runner.run(items)
-            if options.timing:
-                verdict = machine.end()
+            verdict = machine.end() if options.timing else None
+            if verdict is not None:
                 sink.append({**facts.header("sentinel"), "when": "end", **verdict})
                 if verdict["moved"]:
                     self.reporter.warn(f"the machine moved during this run: {verdict['reason']}")

@@ -1,5 +1,7 @@
 """Workloads of kv_cache: a batch of prompts, and how many tokens are decoded greedily after them."""
 
+from suites.pair_suite import PairSuite
+
 REAL = "smollm2-135m-instruct"
 
 WORKLOADS = [
@@ -34,3 +36,11 @@ WORKLOADS = [
         "new": 64,
     },
 ]
+
+
+class KvCache(PairSuite):
+    """asv's view of kv_cache."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()
