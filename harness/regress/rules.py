@@ -32,8 +32,8 @@ class Rules:
     noise_floor: float = 1e-4
     persistence: int = 3
     baseline: int = 5
-    z_shift: float = 4.7
-    z_ranks: float = 4.3
+    z_shift: float = 4.5
+    z_ranks: float = 3.9
     young: int = 10
     clear: float = 3.3
     visited: float = 0.7

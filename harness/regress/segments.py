@@ -124,7 +124,8 @@ def evidence(x: Runs, cuts: Sequence[int], i: int, noise: Noise, rules: Rules) -
     if short >= rules.young:
         share, z = rank_separation(old, new)
         if 0.01 < share < 0.99:
-            passed.append(abs(z) / rules.z_ranks)
+            widened = here.standard_error(m, n) / (here.sigma * math.sqrt(1 / m + 1 / n))
+            passed.append(abs(z) / widened / rules.z_ranks)
     else:
         passed.append(shift / here.sigma / rules.clear)
         passed.append(_unvisited(x, cuts, i, shift, rules))
@@ -155,10 +156,10 @@ def _unvisited(x: Runs, cuts: Sequence[int], i: int, shift: float, rules: Rules)
         around = np.concatenate((around, beyond))
     sign = 1.0 if float(np.median(short)) > base else -1.0
     visits = int(np.sum(sign * (around - base) > rules.visited * shift))
-    stragglers = int(np.sum(sign * (short - base) < shift / 2))
+    stragglers = int(np.sum(sign * (short - base) < (1 - rules.visited) * shift))
     if visits > (len(short) - rules.persistence) // 2:
         return 0.9
-    return 0.95 if len(short) < rules.returns_persistence and stragglers else 1.0
+    return 0.95 if stragglers > (len(short) - rules.persistence + 1) // 3 else 1.0
 
 
 def _short_stay(x: Runs, cuts: Sequence[int], i: int, shift: float) -> int:

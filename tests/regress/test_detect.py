@@ -1,8 +1,6 @@
 """The detector on series whose truth is known: what it must find, and what it must leave alone."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +9,8 @@ from hypothesis import strategies as st
 
 from harness.errors import UsageError
 from harness.regress.detect import detect
+from harness.regress.made import NULLS, made
 from harness.regress.series import Point
-
-
-def _made_series():
-    spec = importlib.util.spec_from_file_location("made_series", Path(__file__).with_name("made_series.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made_series = _made_series()
-NULLS, made = made_series.NULLS, made_series.made
 
 
 def found(report):

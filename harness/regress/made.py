@@ -1,11 +1,13 @@
-"""Series made for tests: noise of several kinds, and what can happen to a metric. All of it from a seed."""
+"""Made series, whose truth is known: noise of several kinds, and what can happen to a metric. All from a seed."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-Runs = NDArray[np.float64]
+from harness.regress.noise import Runs
+
 Rng = np.random.Generator
 
 
@@ -20,7 +22,13 @@ def autoregressive(rng: Rng, n: int, phi: float) -> Runs:
 
 def two_speeds(rng: Rng, n: int, share: float, gap: float = 0.1, noise: float = 0.005) -> Runs:
     """Each run at one of two speeds, at random."""
-    return np.where(rng.random(n) < share, 1 + gap, 1.0) * (1 + noise * rng.normal(size=n))
+    return np.asarray(np.where(rng.random(n) < share, 1 + gap, 1.0) * (1 + noise * rng.normal(size=n)))
+
+
+def lasting_speeds(rng: Rng, n: int, switch: float, gap: float = 0.1, noise: float = 0.005) -> Runs:
+    """At one of two speeds, and with probability ``switch`` at the other from the next run on."""
+    slow = np.cumsum(rng.random(n) < switch) % 2
+    return np.asarray((1 + gap * slow) * (1 + noise * rng.normal(size=n)))
 
 
 NULLS: dict[str, Callable[[Rng, int], Runs]] = {
@@ -46,4 +54,4 @@ def made(levels: list[tuple[int, float]], noise: float = 0.005, seed: int = 0) -
     """Gaussian runs around levels, each given as (how many runs, level)."""
     rng = np.random.default_rng(seed)
     course = np.concatenate([np.full(n, at) for n, at in levels])
-    return course * (1 + noise * rng.normal(size=len(course)))
+    return np.asarray(course * (1 + noise * rng.normal(size=len(course))))
