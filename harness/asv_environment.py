@@ -1,0 +1,64 @@
+"""asv plugin: environments that lend the packages of the Python running asv and hold this project's wheel alone.
+
+``asv run`` goes across commits offline this way, with the torch that is there: one virtual environment, into which each
+commit's wheel is installed in turn (the commands stand in asv.conf.json). Named in asv.conf.json as
+``.harness.asv_environment``: the leading dot makes asv import it from the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asv import util
+from asv.environment import EnvironmentUnavailable
+from asv.plugins.virtualenv import Virtualenv
+
+from harness.commands.options import device
+
+LENT = "pairbench-lent-packages.pth"
+
+
+class LendingVirtualenv(Virtualenv):  # type: ignore[misc]
+    """``environment_type`` ``pairbench``. Its name ends on the tier, since a result file of asv is named after it."""
+
+    tool_name = "pairbench"
+
+    def __init__(
+        self, conf: Any, python: str, requirements: Mapping[str, str], tagged_env_vars: Mapping[tuple[str, str], str]
+    ) -> None:
+        """Raises EnvironmentUnavailable: another Python than the one that lends its packages."""
+        here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        if python != here:
+            raise EnvironmentUnavailable(f"Python {python}: asv runs on {here}, whose packages are lent; run asv there")
+        super().__init__(conf, python, requirements, tagged_env_vars)
+        self._executable = sys.executable
+
+    @property
+    def name(self) -> str:
+        """Environment, Python and tier."""
+        return f"{super().name}-{tier()}"
+
+    def _setup(self) -> None:
+        seed = ["--no-download", "--no-periodic-update", "--no-setuptools"]
+        env = {**os.environ, **self.build_env_vars}
+        util.check_call([sys.executable, "-m", "virtualenv", *seed, "-p", self._executable, self._path], env=env)
+        packages = self.run_executable("python", ["-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"])
+        Path(packages.strip(), LENT).write_text("".join(f"{folder}\n" for folder in lent_folders()))
+
+
+def tier() -> str:
+    """The tier that asv's processes measure: ``PAIRBENCH_TIER``, set here for all of them when it is not."""
+    return os.environ.setdefault("PAIRBENCH_TIER", "quick" if device("auto") == "cuda" else "smoke")
+
+
+def lent_folders() -> list[str]:
+    """The package folders of this Python, those on PYTHONPATH included; none that holds a checkout of this project."""
+    named = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    own = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
+    folders = [str(Path(p).resolve()) for p in [*named, *own] if Path(p).is_dir()]
+    return list(dict.fromkeys(f for f in folders if not Path(f, "harness", "record.py").exists()))

@@ -1,0 +1,146 @@
+"""asv plugin: what asv 0.6.6 leaves to its user and must not go wrong here.
+
+asv has no hooks for these, so :func:`setup` (which asv calls when it loads the plugin) wraps the methods in question:
+
+* the machine's name is the GPU type, and needs no questions asked;
+* a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
+* with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
+* n/a never takes the place of a number that the same commit has already;
+* the names of existing environments hold no path of this machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asv import util
+from asv.commands.compare import Compare
+from asv.commands.continuous import Continuous
+from asv.commands.find import Find
+from asv.commands.run import Run
+from asv.commands.show import Show
+from asv.console import log
+from asv.environment import ExistingEnvironment, get_environments, is_existing_only
+from asv.machine import Machine, MachineCollection
+from asv.repo import get_repo
+from asv.results import Results
+
+from harness.asv_api import MODE
+from harness.asv_environment import tier
+from harness.asv_machine import STATE
+from harness.commands.options import device
+from harness.provenance import provenance
+
+ASK = """
+import json
+from harness.gitfacts import git_facts
+facts = git_facts()
+print(json.dumps({"commit": facts.commit, "dirty": facts.dirty, "changed": facts.changed, "reason": facts.reason}))
+"""
+
+
+def setup() -> None:
+    """Puts the rules in place; asv calls it once a command."""
+    tier()
+    store = os.environ.get("PAIRBENCH_STORE")
+    if store and "://" not in store:  # set-up caches run in a folder of their own
+        os.environ["PAIRBENCH_STORE"] = str(Path(store).expanduser().resolve())
+    if STATE not in os.environ:
+        handle, path = tempfile.mkstemp(prefix="pairbench-asv-")
+        os.close(handle)
+        os.environ[STATE] = path
+        atexit.register(Path(path).unlink, missing_ok=True)
+    gpu = str(provenance(device("auto"))["gpu"])
+    _name_the_machine(gpu)
+    for command in (Run, Continuous, Find):
+        _wrap(command, _before_measuring)
+    for command in (Compare, Show):
+        _wrap(command, lambda conf, args: _prefer_machine(gpu, conf, args))
+    _keep_numbers()
+    ExistingEnvironment.name = property(lambda env: f"existing-py{env.python}-{tier()}")
+
+
+def _wrap(command: Any, before: Callable[[Any, Any], None]) -> None:
+    original = command.run_from_conf_args.__func__
+
+    def run_from_conf_args(cls: Any, /, conf: Any, args: Any, **kwargs: Any) -> Any:
+        before(conf, args)
+        return original(cls, conf, args, **kwargs)
+
+    command.run_from_conf_args = classmethod(run_from_conf_args)
+
+
+def _before_measuring(conf: Any, args: Any) -> None:
+    if getattr(args, "set_commit_hash", None):
+        _refuse_other_code(conf, args)
+    if getattr(args, "quick", False):
+        conf.results_dir = str(Path(conf.env_dir).parent / "quick")
+        os.environ[MODE] = "quick"
+        log.info(f"A quick run: results in {conf.results_dir}, nothing in the history")
+    elif getattr(args, "dry_run", False) or getattr(args, "skip_save", False):
+        os.environ[MODE] = "dry"
+
+
+def _refuse_other_code(conf: Any, args: Any) -> None:
+    """Raises UserError: what would be measured is not, or not only, the commit that it would be stored under."""
+    environments = list(get_environments(conf, args.env_spec, verbose=False))
+    if not is_existing_only(environments):
+        return
+    wanted = get_repo(conf).get_hash_from_name(args.set_commit_hash)
+    for environment in environments:
+        facts = json.loads(environment.run(["-c", ASK]))
+        if facts["commit"] != wanted:
+            found = facts["commit"] or f"no commit ({facts['reason']})"
+            raise util.UserError(f"{environment.name} measures {found}, not {wanted}: check that commit out first")
+        if facts["dirty"]:
+            why = ", ".join(facts["changed"]) or facts["reason"]
+            raise util.UserError(
+                f"the tree differs from {wanted[:8]} ({why}): commit first, or run without --set-commit-hash,"
+                " which keeps asv's results of that commit as they are"
+            )
+
+
+def _name_the_machine(gpu: str) -> None:
+    Machine.hardcoded_machine_name = gpu
+    original = Machine.load.__func__
+
+    def load(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+        name, path = kwargs.get("machine_name") or gpu, kwargs.get("_path")
+        try:
+            MachineCollection.load(name, _path=path)
+        except util.UserError:
+            MachineCollection.save(name, {**Machine.get_defaults(), "machine": name}, _path=path)
+        return original(cls, *args, **{**kwargs, "machine_name": name})
+
+    Machine.load = classmethod(load)
+
+
+def _prefer_machine(gpu: str, conf: Any, args: Any) -> None:
+    if args.machine is None and Path(conf.results_dir, gpu, "machine.json").exists():
+        args.machine = gpu
+
+
+def _keep_numbers() -> None:
+    original = Results.add_result
+
+    def add_result(self: Any, benchmark: Any, result: Any, *args: Any, **kwargs: Any) -> None:
+        name = benchmark["name"]
+        if name in self.get_all_result_keys() and self.benchmark_version.get(name) == benchmark["version"]:
+            before = self.get_result_value(name, benchmark["params"])
+            kept = [
+                old if _is_nan(new) and old is not None else new for old, new in zip(before, result.result, strict=True)
+            ]
+            result = result._replace(result=kept)
+        original(self, benchmark, result, *args, **kwargs)
+
+    Results.add_result = add_result
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and value != value
