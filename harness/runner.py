@@ -18,7 +18,7 @@ from harness.assemble import Facts, records_of
 from harness.job import EventReader, MeasureJob
 from harness.launch import Job, Outcome, launch
 from harness.plan import BUDGET_S, Item
-from harness.workload import Workload
+from harness.workload import TIERS, Workload
 
 #: Seconds a technique may take in all, and without any sign of life.
 LIMIT_S = {"smoke": 300.0, "quick": 1200.0, "full": 3600.0}
@@ -122,7 +122,7 @@ class Runner:
         settings = self.settings
         with tempfile.TemporaryDirectory(prefix="pairbench-") as folder:
             out = Path(folder) / "events.jsonl"
-            tier = settings.tier
+            tier = max((settings.tier, *(w.tier for w in left)), key=TIERS.index)
             budget = settings.budget_s if settings.budget_s is not None else BUDGET_S[tier]
             job = MeasureJob(
                 technique=item.technique.name,
