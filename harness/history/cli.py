@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json as json_module
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +23,8 @@ ReadStore = Annotated[
     ),
 ]
 
+EXPORTS = ("asv", "pytest-benchmark", "github-action-benchmark", "csv", "parquet", "junit")
+
 history_app = typer.Typer(
     no_args_is_help=True, help="Look after the store: compact it, look it over, fill it for tests."
 )
@@ -29,6 +33,8 @@ history_app = typer.Typer(
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
     app.add_typer(history_app, name="history")
+    app.command("import")(import_)
+    app.command()(export)
 
 
 def print_json(value: Any) -> None:
@@ -124,3 +130,114 @@ def generate_(
         typer.echo(f"{done.records} record(s) in {done.files} file(s), {len(done.commits)} commit(s)")
         for step in done.steps:
             typer.echo(f"planted: {step.technique} {step.variant} on {step.gpu} × {step.ratio} from {step.commit[:12]}")
+
+
+def import_(
+    path: Annotated[
+        Path, typer.Argument(help="asv's results folder, a JSON file of pytest-benchmark, or a CSV table.")
+    ],
+    format_: Annotated[str, typer.Option("--format", help="auto, asv, pytest-benchmark or csv.")] = "auto",
+    gpu: Annotated[str | None, typer.Option(help="GPU type of the records, where the file does not say.")] = None,
+    machine: Annotated[str | None, typer.Option(help="Label of the machine, where the file does not say.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit of the records, where the file does not say.")] = None,
+    branch: Annotated[str | None, typer.Option(help="Branch of the records, where the file does not say.")] = None,
+    store: StoreOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written.")] = False,
+    json: Json = False,
+) -> None:
+    """Take another tool's results into the history. Doing it twice adds nothing; where each came from is kept.
+
+    Exits 1 when part of the file could not be taken; docs/exchange.md says what each format loses.
+    """
+    from harness.history.exchange import Defaults, keep, read_foreign
+    from harness.history.store import Store, default_store
+
+    found = read_foreign(path, format_, Defaults(gpu, machine, commit, branch))
+    if not dry_run:
+        keep(Store(store or default_store()), found)
+    if json:
+        print_json(
+            {
+                "records": len(found.records),
+                "written": found.written,
+                "already": found.already,
+                "runs": found.runs,
+                "skipped": [{"what": what, "why": why} for what, why in found.skipped],
+            }
+        )
+    else:
+        typer.echo(f"{len(found.records)} record(s) found, {found.written} written, {found.already} there already")
+        for what, why in found.skipped:
+            typer.echo(f"left out: {what}: {why}")
+    if found.skipped:
+        raise typer.Exit(1)
+
+
+def export(
+    format_: Annotated[str, typer.Argument(metavar="FORMAT", help=", ".join(EXPORTS))],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File, or folder for asv; standard output if none.")
+    ] = None,
+    technique: Annotated[str | None, typer.Option(help="Only this technique.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Only this GPU type.")] = None,
+    run: Annotated[str | None, typer.Option(help="Only this run, or those that begin so.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Only this commit.")] = None,
+    better: Annotated[
+        str, typer.Option(help="github-action-benchmark: metrics of which lower or higher is better.")
+    ] = "lower",
+    store: ReadStore = None,
+) -> None:
+    """Give records to another tool. Formats of a single run take the newest one unless --run names another.
+
+    Nothing is overwritten. Exits 1 when part of the store could not be read; docs/exchange.md says what is lost.
+    """
+    from harness.errors import DamagedStore, UsageError, unknown
+    from harness.history import exchange_asv, exchange_csv, exchange_out, exchange_pytest
+    from harness.history.store import describe, stores_to_read
+
+    if format_ not in EXPORTS:
+        raise unknown("format", format_, EXPORTS)
+    if output is None and format_ in ("asv", "parquet"):
+        raise UsageError(f"export {format_} needs --output: a {'folder' if format_ == 'asv' else 'file'}")
+    damage: list[Any] = []
+    records = list(exchange_out.chosen(stores_to_read(store), damage, technique, gpu, run, commit))
+    if not records:
+        raise UsageError("no record to export: the history is empty, or nothing matches the options")
+    if format_ == "asv":
+        assert output is not None
+        written = exchange_asv.write_asv(records, output)
+        typer.echo(f"{len(written)} file(s) written into {output}")
+    elif format_ == "parquet":
+        assert output is not None
+        typer.echo(f"{exchange_out.write_parquet(records, output)} record(s) written to {output}")
+    else:
+        single = exchange_out.newest_run(records)
+        if format_ == "csv":
+            text = io.StringIO()
+            exchange_csv.write_csv(records, text)
+            content = text.getvalue()
+        elif format_ == "junit":
+            content = exchange_out.junit(single)
+        elif format_ == "pytest-benchmark":
+            content = json_module.dumps(exchange_pytest.pytest_benchmark_json(single), indent=1) + "\n"
+        else:
+            content = json_module.dumps(exchange_out.action_benchmark(single, better), indent=1) + "\n"
+        _write(content, output)
+    if damage:
+        raise DamagedStore(describe(damage))
+
+
+def _write(content: str, output: Path | None) -> None:
+    from harness.errors import UsageError
+
+    if output is None:
+        sys.stdout.write(content)
+        return
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with open(output, "x", encoding="utf-8", newline="") as file:
+            file.write(content)
+    except FileExistsError as err:
+        raise UsageError(f"{output} exists already; name a new file") from err
+    except OSError as err:
+        raise UsageError(f"{output} cannot be written: {err.strerror}") from err

@@ -1,0 +1,129 @@
+"""pytest-benchmark's JSON, in and out."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.errors import UsageError
+from harness.history.exchange import Defaults, Foreign, Imported, load_json, make_record
+
+
+def read_pytest_benchmark(path: Path, defaults: Defaults) -> Imported:
+    """The benchmarks of a file that ``--benchmark-json`` or ``--benchmark-save`` wrote.
+
+    Raises:
+        UsageError: it is no such file.
+    """
+    data = load_json(path)
+    if not isinstance(data, dict) or not isinstance(data.get("benchmarks"), list) or "machine_info" not in data:
+        raise UsageError(f"{path}: not a file of pytest-benchmark (no 'benchmarks' and 'machine_info')")
+    info, commit = data["machine_info"] or {}, data.get("commit_info") or {}
+    cpu = info.get("cpu") or {}
+    known = commit.get("id") if re.fullmatch(r"[0-9a-f]{7,40}", str(commit.get("id") or "")) else None
+    context = {
+        "commit": known or defaults.commit,
+        "branch": defaults.branch or commit.get("branch"),
+        "dirty": commit.get("dirty"),
+        "commit_date": commit.get("time"),
+        "time": str(data.get("datetime") or "1970-01-01T00:00:00+00:00"),
+        "gpu": defaults.gpu or str(cpu.get("brand_raw") or info.get("machine") or "unknown CPU"),
+        "machine": defaults.machine or str(info.get("node") or "unknown"),
+        "stack": {"python": str(info.get("python_version") or ""), "pytest_benchmark": str(data.get("version") or "")},
+    }
+    done = Imported()
+    for item in data["benchmarks"]:
+        name = str(item.get("fullname") or item.get("name"))
+        stats = item.get("stats") or {}
+        median = stats.get("median")
+        if not isinstance(median, (int, float)) or not median > 0:
+            done.skip(name, f"median {median!r} is not a time")
+            continue
+        foreign = Foreign(
+            technique=str(item.get("group") or name.partition("[")[0]),
+            variant=str((item.get("params") or {}).get("variant") or str(item.get("name")).partition("[")[0]),
+            workload=str(item.get("param") or "default"),
+            metrics={"latency": float(median)},
+            dims={k: v for k, v in (item.get("params") or {}).items() if k != "variant"},
+            samples=stats.get("data") or (),
+        )
+        where = {
+            "file": path.name,
+            "benchmark": name,
+            "rounds": stats.get("rounds"),
+            "extra_info": item.get("extra_info") or {},
+        }
+        done.records.append(make_record(foreign, "pytest-benchmark", where, context))
+    return done
+
+
+def pytest_benchmark_json(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The records of one run as pytest-benchmark would have saved them; what has no latency is left out.
+
+    Raises:
+        UsageError: no record has a latency.
+    """
+    found = [r for r in records if r["type"] == "measurement" and r["status"] == "passed" and "latency" in r["metrics"]]
+    if not found:
+        raise UsageError("nothing to export to pytest-benchmark: no record that passed has a latency")
+    first = found[0]
+    host = first.get("host") or {}
+    return {
+        "machine_info": {
+            "node": first["machine"],
+            "machine": first["gpu"],
+            "python_version": str((first.get("stack") or {}).get("python", "")),
+            "cpu": {"brand_raw": first["gpu"] if not host.get("cpu") else host["cpu"]},
+        },
+        "commit_info": {
+            "id": first["commit"] or "unversioned",
+            "time": first.get("commit_date"),
+            "dirty": first["dirty"],
+            "project": "pairbench",
+            "branch": first["branch"] or "(unknown)",
+        },
+        "benchmarks": [_benchmark(record) for record in found],
+        "datetime": first["time"],
+        "version": "5.1.0",
+    }
+
+
+def _benchmark(record: Mapping[str, Any]) -> dict[str, Any]:
+    latency = float(record["metrics"]["latency"]["value"])
+    values = [float(v) for v in (record.get("samples") or {}).get("values") or []] or [latency]
+    quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [latency] * 3
+    param = f"{record['workload']}-{record['dtype']}-{record['ranks']}"
+    low, high = quarters[0], quarters[2]
+    extra = {name: entry["value"] for name, entry in record["metrics"].items() if name != "latency"}
+    return {
+        "group": record["technique"],
+        "name": f"{record['variant']}[{param}]",
+        "fullname": f"{record['technique']}::{record['variant']}[{param}]",
+        "params": {**(record.get("dims") or {}), "variant": record["variant"]},
+        "param": param,
+        "extra_info": extra,
+        "options": {"warmup": True},
+        "stats": {
+            "min": min(values),
+            "max": max(values),
+            "mean": statistics.fmean(values),
+            "stddev": statistics.stdev(values) if len(values) > 1 else 0.0,
+            "rounds": len(values),
+            "median": latency,
+            "iqr": high - low,
+            "q1": low,
+            "q3": high,
+            "iqr_outliers": 0,
+            "stddev_outliers": 0,
+            "outliers": "0;0",
+            "ld15iqr": min(values),
+            "hd15iqr": max(values),
+            "ops": 1 / latency,
+            "total": sum(values),
+            "iterations": 1,
+            "data": values,
+        },
+    }
