@@ -1,0 +1,163 @@
+"""The client of OpenAI-compatible servers, against a small local one that also misbehaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+from harness.serving.endpoint import Endpoint, Outgoing, replay, token_times
+from harness.serving.metrics import summarize
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with one word a token; the prompt's first id says how."""
+
+    protocol_version = "HTTP/1.1"
+    seen: list[dict[str, Any]]
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": [{"id": "small"}, {"id": "other"}]}).encode()
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append({**asked, "path": self.path})  # type: ignore[attr-defined]
+        kind = asked["prompt"][0]
+        if kind == 500:
+            body = b'{"error": {"message": "out of blocks"}}'
+            self.send_response(500)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        step = 2 if kind == 2 else 1
+        for start in range(0, asked["max_tokens"], step):
+            time.sleep(0.02)
+            if kind == 3 and start >= 2:
+                return
+            if kind == 4 and start >= 2:
+                self.say({"error": {"message": "worker died"}})
+                return
+            words = "".join("word " for _ in range(min(step, asked["max_tokens"] - start)))
+            self.say({"choices": [{"text": words}]})
+        self.wfile.write(b": a comment\n\n")
+        self.say({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(message)}\n\n".encode())
+        self.wfile.flush()
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    made.daemon_threads = True
+    made.seen = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def base(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_a_stream_becomes_a_timeline(server: ThreadingHTTPServer) -> None:
+    requests = [Outgoing("a", [1, 5, 9], 4), Outgoing("b", [1, 5], 3, arrival=0.1)]
+    timeline = replay(Endpoint(base(server)), requests)
+    summary = summarize(timeline)
+    assert summary.serve["requests"]["finished"] == 2
+    assert summary.serve["requests"]["output_tokens"] == 7
+    assert summary.serve["requests"]["prompt_tokens"] == 5
+    a, b = timeline["requests"]["a"], timeline["requests"]["b"]
+    assert 0.01 < a["token_times"][0] < 5
+    assert b["token_times"][0] >= 0.12
+    assert 0.01 < summary.metrics["itl_p50"]["value"] < 2
+    sent = server.seen[0]  # type: ignore[attr-defined]
+    assert (sent["path"], sent["model"], sent["prompt"]) == ("/v1/completions", "small", [1, 5, 9])
+    assert (sent["max_tokens"], sent["stream"], sent["ignore_eos"]) == (4, True, True)
+
+
+def test_messages_of_several_tokens_are_counted_token_by_token(server: ThreadingHTTPServer) -> None:
+    timeline = replay(Endpoint(base(server) + "/v1", ignore_eos=False), [Outgoing("a", [2], 5)])
+    times = timeline["requests"]["a"]["token_times"]
+    assert len(times) == 5
+    assert times[0] == times[1] < times[2] == times[3] < times[4]
+    assert "ignore_eos" not in server.seen[0]  # type: ignore[attr-defined]
+
+
+def test_failures_end_one_request_with_a_reason(server: ThreadingHTTPServer) -> None:
+    requests = [Outgoing("ok", [1], 2), Outgoing("gone", [3], 5), Outgoing("died", [4], 5), Outgoing("full", [500], 5)]
+    timeline = replay(Endpoint(base(server)), requests)
+    got = {key: (entry["status"], entry["reason"]) for key, entry in timeline["requests"].items()}
+    assert got == {
+        "ok": ("finished", ""),
+        "gone": ("failed", "the stream ended before it was done"),
+        "died": ("failed", "worker died"),
+        "full": ("failed", "HTTP 500: out of blocks"),
+    }
+    summary = summarize(timeline)
+    assert summary.metrics["failed_requests"]["value"] == pytest.approx(3 / 4)
+
+
+def test_requests_are_sent_on_time_while_others_are_open(server: ThreadingHTTPServer) -> None:
+    requests = [Outgoing(f"r{i}", [1], 40, arrival=0.02 * i) for i in range(8)]
+    timeline = replay(Endpoint(base(server)), requests)
+    events = [timeline["requests"][r.id] for r in requests]
+    assert [entry["arrival"] for entry in events] == [r.arrival for r in requests]
+    assert events[-1]["token_times"][0] < events[0]["finish"], "the last waited for the first to end"
+
+
+def test_a_limit_on_open_requests_is_waited_for_on_the_requests_own_time(server: ThreadingHTTPServer) -> None:
+    requests = [Outgoing(f"r{i}", [1], 5) for i in range(3)]
+    timeline = replay(Endpoint(base(server)), requests, max_concurrency=1)
+    firsts = sorted(entry["token_times"][0] for entry in timeline["requests"].values())
+    assert firsts[2] > firsts[1] + 0.08 > firsts[0] + 0.16
+    assert {entry["arrival"] for entry in timeline["requests"].values()} == {0.0}
+
+
+def test_what_is_no_such_server_is_said_before_anything_is_sent(server: ThreadingHTTPServer) -> None:
+    with pytest.raises(UsageError, match="base URL"):
+        Endpoint("localhost:8000")
+    with pytest.raises(UsageError, match="serves small, other, not 'large'"):
+        replay(Endpoint(base(server), model="large"), [])
+    with pytest.raises(UsageError, match="answered 404"):
+        replay(Endpoint(base(server) + "/wrong"), [])
+    with pytest.raises(UsageError, match="is the server running"):
+        replay(Endpoint("http://127.0.0.1:9", timeout=2.0), [])
+    with pytest.raises(UsageError, match="share an id"):
+        replay(Endpoint(base(server)), [Outgoing("a", [1], 1), Outgoing("a", [1], 1)])
+    assert server.seen == []  # type: ignore[attr-defined]
+
+
+def test_tokens_are_spread_over_messages_by_their_text() -> None:
+    assert token_times([(1.0, 4), (2.0, 4)], None) == [1.0, 2.0]
+    assert token_times([(1.0, 4), (2.0, 4)], 2) == [1.0, 2.0]
+    assert token_times([(1.0, 2), (2.0, 6)], 6) == [1.0, 1.0, 2.0, 2.0, 2.0, 2.0]
+    assert token_times([(1.0, 1), (2.0, 1), (3.0, 1)], 2) == [1.0, 3.0]
+    assert token_times([], 3) == []
+    for count in range(1, 30):
+        times = token_times([(float(i), 1 + i % 3) for i in range(7)], count)
+        assert len(times) == count
+        assert times == sorted(times)
