@@ -14,7 +14,7 @@ import gc
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from harness import memory, opcase
 from harness.check import Verdict, judge, judge_scored
 from harness.clock import WallClock, clock_for, inner_calls
 from harness.conditions import Conditions, watch_device
+from harness.entry import Entry, UndeclaredChange, first_line, here_of, module_bytes, tensor_bytes
 from harness.errors import PairbenchError
 from harness.job import Events, MeasureJob
-from harness.pair import Context, Inputs, Pair, Variant
+from harness.pair import Context, Inputs, Pair
 from harness.ranked import Agreement, RankedClock
-from harness.requires import Here, interpreted, unmet
+from harness.requires import interpreted, unmet
 from harness.sampling import MIN_SAMPLES, Lane, Plan, Series, sample_all
 from harness.workload import Workload
 
@@ -36,32 +37,6 @@ LOW_PRECISION = ("bfloat16", "float16")
 POKE_S = 0.25
 #: A disturbed measurement is taken again unless it took longer than this: then the user is better served by its record.
 AGAIN_WITHIN_S = 120.0
-
-
-@dataclass
-class Entry:
-    """One variant on its way through the measurement."""
-
-    name: str
-    variant: Variant
-    case: Any = None
-    status: str = ""
-    reason: str = ""
-    before: int = 0
-    costs: dict[str, float] = field(default_factory=dict)
-    check: Verdict | None = None
-    memory: memory.Memory | None = None
-    parts: dict[str, Any] = field(default_factory=dict)
-
-    def end(self, status: str, reason: str, **parts: Any) -> None:
-        """Settles what became of the variant."""
-        self.status, self.reason = status, reason
-        self.parts.update(parts)
-
-    @property
-    def alive(self) -> bool:
-        """Whether nothing has gone wrong so far."""
-        return not self.status
 
 
 class Measurement:
@@ -138,7 +113,7 @@ class Measurement:
                 case.run()
             return case.result(), case, ""
         except torch.OutOfMemoryError as err:
-            return None, None, f"the oracle does not fit in memory here: {_line(err)}"
+            return None, None, f"the oracle does not fit in memory here: {first_line(err)}"
 
     def _check_all(self, inputs: Inputs, first: bool) -> bool:
         """Checks every variant that is still alive; True when any is left. The second time order is reversed."""
@@ -230,7 +205,7 @@ class Measurement:
         case.load(inputs)
         if hasattr(case, "release"):
             case.release()
-        found = memory.measure(case.run, self.device, entry.before)
+        found = memory.measure(case.run, self.device, entry.before - module_bytes(inputs))
         peak, absolute, reserved = (self._most(v) for v in (found.peak, found.absolute, found.reserved))
         entry.memory = replace(found, peak=peak, absolute=absolute, reserved=reserved)
         entry.costs["memory_s"] = time.perf_counter() - started
@@ -356,7 +331,7 @@ class Measurement:
         except torch.OutOfMemoryError as err:
             if self.agreement.world > 1:
                 raise
-            entry.end("oom", _line(err))
+            entry.end("oom", first_line(err))
         except UndeclaredChange as err:
             entry.end("wrong", str(err))
         except PairbenchError as err:
@@ -364,7 +339,7 @@ class Measurement:
         except Exception as err:
             if self.agreement.world > 1:
                 raise
-            entry.end("error", f"{type(err).__name__}: {_line(err)}", traceback=traceback.format_exc())
+            entry.end("error", f"{type(err).__name__}: {first_line(err)}", traceback=traceback.format_exc())
         self._rest(entry, close=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a broken context raises here and ends the worker: it cannot go on
@@ -393,7 +368,7 @@ class Measurement:
         if entry.memory is not None:
             m = entry.memory
             parts["memory"] = {"peak": m.peak, "absolute": m.absolute, "reserved": m.reserved, "reason": m.reason}
-        parts["input_bytes"] = _tensor_bytes(self._inputs)
+        parts["input_bytes"] = tensor_bytes(self._inputs)
         parts["work"] = asdict(self.pair.work(self.workload))
         parts["compute_dtype"] = entry.variant.compute_dtype
         if self.pair.predict is not None:
@@ -411,24 +386,3 @@ class Measurement:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-class UndeclaredChange(Exception):
-    """A variant overwrote an input without declaring it."""
-
-
-def here_of(device: torch.device, ranks: int) -> Here:
-    """What this process has."""
-    major, minor = torch.__version__.split("+")[0].split(".")[:2]
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return Here(device.type, ranks, (int(major), int(minor)), capability)
-
-
-def _tensor_bytes(inputs: Inputs | None) -> int:
-    tensors = [v for v in (inputs or {}).values() if isinstance(v, torch.Tensor)]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _line(err: BaseException) -> str:
-    text = str(err).strip() or type(err).__name__
-    return text.splitlines()[0][:500]
