@@ -101,7 +101,12 @@ def flash_attention_forward(
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
     config = config or flash_attention_kernel(problem, q, k, v)
-    run(forward_launch(problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k), q)
+    if config.hopper is None:
+        run(forward_launch(problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k), q)
+    else:
+        from .flash_attention_hopper_launch import hopper_forward_launch  # Gluon: only where it is asked for
+
+        run(hopper_forward_launch(problem, config.hopper, q, k, v, out, lse), q)
     return out, lse
 
 

@@ -44,7 +44,8 @@ class Config:
 
     `descriptors` loads tiles through tensor descriptors (Hopper's bulk copy engine) instead of pointers;
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
-    the deterministic backward even when nobody asked: where one pass would not fit the registers.
+    the deterministic backward even when nobody asked: where one pass would not fit the registers. `hopper` (a
+    HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead.
     """
 
     forward: Tile
@@ -53,11 +54,14 @@ class Config:
     descriptors: bool = False
     descriptor_adds: bool = False
     two_passes: bool = False
+    hopper: Any = None
 
     def describe(self) -> str:
         """The choice in words, for a record."""
         source = "descriptors" if self.descriptors else "pointers"
         passes = "two passes" if self.two_passes else "one pass"
+        if self.hopper is not None:
+            return f"gluon forward {self.hopper}; triton, {source}, backward {self.backward} in {passes}"
         return f"triton, {source}, forward {self.forward}, backward {self.backward} in {passes}"
 
 
@@ -108,7 +112,7 @@ def _l2_bytes(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).L2_cache_size)
 
 
-def _heads_per_section(problem: Problem, tensor: torch.Tensor, heads: int, bytes_a_head: int) -> int:
+def heads_per_section(problem: Problem, tensor: torch.Tensor, heads: int, bytes_a_head: int) -> int:
     """How many heads' tiles are dealt out together: as many as share half the L2 when a mask makes tiles unequal."""
     members = heads // problem.kv_heads
     if problem.right is None and problem.left is None:
@@ -196,7 +200,7 @@ def forward_launch(
         "cu_k_ptr": cu_k,
         "num_tiles": num_tiles,
         "num_heads": num_heads,
-        "heads_per_section": _heads_per_section(problem, q, problem.heads, kv_bytes),
+        "heads_per_section": heads_per_section(problem, q, problem.heads, kv_bytes),
         **_row_strides(lse, problem.varlen),
         **_common(problem, tile, config),
     }
@@ -274,7 +278,7 @@ def backward_launch(
         "cu_k_ptr": cu_k,
         "num_tiles": num_tiles,
         "num_heads": num_heads,
-        "heads_per_section": _heads_per_section(problem, q, problem.kv_heads, query_bytes),
+        "heads_per_section": heads_per_section(problem, q, problem.kv_heads, query_bytes),
         **_row_strides(shift, problem.varlen),
         **_common(problem, tile, config),
         "GROUP": problem.heads // problem.kv_heads,
@@ -315,7 +319,7 @@ def query_gradient_launch(
         "cu_k_ptr": cu_k,
         "num_tiles": num_tiles,
         "num_heads": num_heads,
-        "heads_per_section": _heads_per_section(problem, q, problem.heads, kv_bytes),
+        "heads_per_section": heads_per_section(problem, q, problem.heads, kv_bytes),
         **_row_strides(shift, problem.varlen),
         **_common(problem, tile, config),
     }

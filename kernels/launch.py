@@ -19,7 +19,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 _TRITON_NAMES = {
     torch.float32: "fp32",
@@ -73,9 +72,10 @@ class Launch:
             value = self.args[parameter.name]
             if parameter.is_constexpr or value is None:
                 signature[parameter.name], constants[parameter.name] = "constexpr", value
-            elif isinstance(value, TensorDescriptor):
+            elif hasattr(value, "block_shape"):  # a descriptor, Triton's or Gluon's, which has a layout too
                 shape = ",".join(str(n) for n in value.block_shape)
-                signature[parameter.name] = f"tensordesc<{_TRITON_NAMES[value.base.dtype]}[{shape}]>"
+                layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+                signature[parameter.name] = f"tensordesc<{_TRITON_NAMES[value.base.dtype]}[{shape}]{layout}>"
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = f"*{_TRITON_NAMES[value.dtype]}"
                 attributes[(index,)] = [["tt.divisibility", 16]]

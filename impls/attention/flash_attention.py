@@ -23,6 +23,7 @@ backward twice that (the recomputed product is not model work). TFLOP/s in docs/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,25 @@ def fused(workload: Workload, ctx: Context) -> Callable[..., torch.Tensor]:
         if not picked:
             picked["kernel"] = flash_attention_kernel(check_problem(q, k, v, window=bounds), q, k, v).describe()
         out: torch.Tensor = flash_attention(q, k, v, window=bounds)
+        return out
+
+    run.choice = lambda: dict(picked)  # type: ignore[attr-defined]
+    return run
+
+
+def hopper(workload: Workload, ctx: Context) -> Callable[..., torch.Tensor]:
+    """Our kernels with the specialised-warp forward; the backward is the same as `optimized`'s."""
+    from kernels.flash_attention import flash_attention, flash_attention_kernel
+    from kernels.flash_attention_hopper_launch import hopper_tile
+    from kernels.flash_attention_problem import check_problem
+
+    picked: dict[str, str] = {}
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds) -> torch.Tensor:
+        problem = check_problem(q, k, v, window=bounds)
+        config = replace(flash_attention_kernel(problem, q, k, v), hopper=hopper_tile(problem))
+        picked["kernel"] = config.describe()
+        out: torch.Tensor = flash_attention(q, k, v, window=bounds, config=config)
         return out
 
     run.choice = lambda: dict(picked)  # type: ignore[attr-defined]
@@ -172,6 +192,15 @@ def plain_fits(workload: Workload) -> str | None:
     return f"holds every score: about {need / 2**30:.0f} GiB for S={workload.seq}, the device has {have / 2**30:.0f}"
 
 
+def hopper_takes(workload: Workload) -> str | None:
+    """Why the Hopper kernel cannot run a workload, or None."""
+    if workload.window:
+        return "the Hopper kernel is causal or full, without a window"
+    if workload.head_dim not in (64, 128):
+        return f"the Hopper kernel takes head dimensions 64 and 128, not {workload.head_dim}"
+    return None
+
+
 def no_window(workload: Workload) -> str | None:
     """scaled_dot_product_attention's fused kernels know no sliding window."""
     return "its fused kernels know no sliding window" if workload.window else None
@@ -187,6 +216,7 @@ PAIR = Pair(
     variants={
         "baseline": Variant(plain, supports=plain_fits, builds=True),
         "optimized": Variant(fused, requires=("triton",), builds=True),
+        "hopper": Variant(hopper, requires=("triton", "capability:9.0"), supports=hopper_takes, builds=True),
         "sdpa_flash": Variant(sdpa_flash, peer="torch", requires=("cuda",), supports=no_window),
         "sdpa_cudnn": Variant(sdpa_cudnn, peer="torch", requires=("cuda", "capability>=8.0"), supports=no_window),
         "flex": Variant(flex, peer="torch", requires=("cuda", "compiler"), builds=True),

@@ -1,0 +1,290 @@
+"""Exact attention forward for Hopper, with specialised warps, in Gluon.
+
+After FlashAttention-3 (Shah et al. 2024): one warp feeds tiles of K and V through the bulk copy engine into a ring in
+shared memory; two groups of four warps, 64 query rows each, keep the matrix units busy. Inside a group the product
+for the next scores is issued before the softmax of the present ones is needed, so that exponentials and products
+overlap (section 3.2); with PING_PONG the two groups also take turns (section 3.1), so that one's softmax runs while the
+other's products do. Programs are persistent: the feeder fetches the next tile's keys while the present one ends.
+
+Keys are walked from the last to the first, so that the tiles that a mask cuts come first and the rest of the walk
+knows no mask. Dense batches, causal or full, head dimensions 64 and 128; compute capability 9.0 only.
+
+Barriers come in pairs, full and empty, one pair a slot of a ring. Every partition counts its own turns: turn i uses
+slot i mod STAGES, and the parity of i // STAGES tells one round of a slot from the next.
+"""
+
+# ruff: noqa: RUF005, RUF059, SIM113  (Gluon's Python has no starred lists, no enumerate; tuples come apart whole)
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Renamed between Triton 3.6 and 3.7.
+threads_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.jit
+def _tile(index, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of the `index`-th tile: batch, head, key head, first row, key tiles in all, and those without a mask."""
+    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    section = index // (heads_per_section * num_tiles)
+    within = index % (heads_per_section * num_tiles)
+    here = gl.minimum(heads_per_section, num_heads - section * heads_per_section)
+    tile = within // here
+    if CAUSAL:
+        tile = num_tiles - 1 - tile  # the longest first
+    batch_head = section * heads_per_section + within % here
+    batch = batch_head // heads
+    head = batch_head % heads
+    start = tile * BLOCK_M
+    blocks = gl.cdiv(kv_len, BLOCK_N)
+    whole = kv_len // BLOCK_N
+    if CAUSAL:
+        offset = kv_len - q_len
+        # The last row sees keys up to start + BLOCK_M - 1 + offset, the first up to start + offset.
+        blocks = gl.minimum(blocks, gl.cdiv(gl.maximum(start + BLOCK_M + offset, 1), BLOCK_N))
+        whole = gl.minimum(whole, gl.maximum(start + offset + 1, 0) // BLOCK_N)
+    return batch, head, head // (heads // kv_heads), start, blocks, whole
+
+
+@gluon.jit
+def _feed(
+    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, schedule,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """The feeder: fills the rings, as far ahead as they are empty."""
+    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    ROWS: gl.constexpr = BLOCK_M // 2
+    turn = 0
+    done = 0
+    for index in range(gl.program_id(0), num_tiles * num_heads, gl.num_programs(0)):
+        batch, head, kv_head, start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
+        for group in gl.static_range(2):
+            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
+            mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                q_desc, [batch, head, start + group * ROWS, 0], q_full.index(group), q_bufs.index(group)
+            )
+        for step in range(blocks):
+            row = (blocks - 1 - step) * BLOCK_N
+            slot = turn % STAGES
+            parity = (turn // STAGES & 1) ^ 1
+            mbarrier.wait(k_empty.index(slot), parity)
+            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_desc, [batch, kv_head, row, 0], k_full.index(slot), k_bufs.index(slot))
+            mbarrier.wait(v_empty.index(slot), parity)
+            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_desc, [batch, kv_head, row, 0], v_full.index(slot), v_bufs.index(slot))
+            turn += 1
+        done += 1
+
+
+@gluon.jit
+def _masked(
+    scores, block, start, q_len, kv_len,
+    layout: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Scores with -inf where a query does not see a key."""
+    cols = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout))
+    seen = gl.expand_dims(cols < kv_len, 0)
+    if CAUSAL:
+        rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)) + (kv_len - q_len)
+        seen = seen & (gl.expand_dims(cols, 0) <= gl.expand_dims(rows, 1))
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _settled(sums):
+    """The same sums, which are computed before any instruction after this one that waits.
+
+    The assembler moves a wait for the matrix units up past arithmetic that does not depend on it, which would put the
+    softmax behind the product that it should run beside. It moves none past a warp's synchronization, and the mask
+    of this one, always full, is computed from the sums: they are never negative.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; .reg .b32 lanes; setp.lt.f32 never, $1, 0f00000000; "
+        "selp.b32 lanes, 0, -1, never; bar.warp.sync lanes; mov.f32 $0, $1; }",
+        "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _softmax_step(scores, row_max, scale_log2, MASKED: gl.constexpr):
+    """The new row maximum, the probabilities against it, and the factor that old sums shrink by."""
+    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
+    shift = new_max
+    if MASKED:
+        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
+    return new_max, p, gl.exp2(row_max - shift)
+
+
+@gluon.jit
+def _walk(
+    acc, row_sum, row_max, p, turn, first, last, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns,
+    start, q_len, kv_len, scale_log2, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr,
+    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Key tiles first, first - 1, ... last + 1: scores of each beside the output of the one before it."""
+    for block in range(first, last, -1):
+        slot = turn % STAGES
+        parity = turn // STAGES & 1
+        before = (turn - 1) % STAGES
+        mbarrier.wait(k_full.index(slot), parity)
+        if PING_PONG:
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        k = k_bufs.index(slot).reshape([BLOCK_N, q.type.shape[1]])
+        scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(before), (turn - 1) // STAGES & 1)
+        v = v_bufs.index(before).reshape([BLOCK_N, q.type.shape[1]])
+        acc_token = warpgroup_mma(p, v, acc, is_async=True)
+        if PING_PONG:
+            mbarrier.arrive(turns.index(1 - GROUP), count=1)
+        scores = warpgroup_mma_wait(1, deps=[scores_token])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if MASKED:
+            scores = _masked(scores, block, start, q_len, kv_len, S_LAYOUT, ROWS, BLOCK_N, CAUSAL)
+        row_max, new_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED)
+        row_sum = _settled(row_sum * alpha + gl.sum(new_p, 1))
+        next_p = gl.convert_layout(new_p.to(q.dtype), P_LAYOUT)
+        acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        acc = acc * gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT)), 1)
+        p = next_p
+        turn += 1
+    return acc, row_sum, row_max, p, turn
+
+
+@gluon.jit
+def _attend(
+    o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, schedule,
+    scale_log2, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 rows of every tile of this program."""
+    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    ROWS: gl.constexpr = BLOCK_M // 2
+    MASKED: gl.constexpr = CAUSAL or not EVEN_N
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    turn = 0
+    done = 0
+    for index in range(gl.program_id(0), num_tiles * num_heads, gl.num_programs(0)):
+        batch, head, kv_head, tile_start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
+        start = tile_start + GROUP * ROWS
+        q = q_bufs.index(GROUP).reshape([ROWS, HEAD_DIM])
+        mbarrier.wait(q_full.index(GROUP), done & 1)
+
+        slot = turn % STAGES
+        mbarrier.wait(k_full.index(slot), turn // STAGES & 1)
+        if PING_PONG:
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+        zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+        k = k_bufs.index(slot).reshape([BLOCK_N, HEAD_DIM])
+        scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if PING_PONG:
+            mbarrier.arrive(turns.index(1 - GROUP), count=1)
+        scores = warpgroup_mma_wait(0, deps=[scores_token])
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        if MASKED:
+            scores = _masked(scores, blocks - 1, start, q_len, kv_len, S_LAYOUT, ROWS, BLOCK_N, CAUSAL)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        row_max, first_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED)
+        row_sum = gl.sum(first_p, 1)
+        p = gl.convert_layout(first_p.to(q.dtype), P_LAYOUT)
+        acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
+        turn += 1
+        edge = gl.minimum(whole, blocks - 1)
+        if CAUSAL:
+            acc, row_sum, row_max, p, turn = _walk(
+                acc, row_sum, row_max, p, turn, blocks - 2, edge - 1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+                v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, True, PING_PONG,
+                S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            )  # fmt: skip
+        acc, row_sum, row_max, p, turn = _walk(
+            acc, row_sum, row_max, p, turn, edge - 1, -1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
+            v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, False, PING_PONG,
+            S_LAYOUT, O_LAYOUT, P_LAYOUT,
+        )  # fmt: skip
+
+        before = (turn - 1) % STAGES
+        mbarrier.wait(v_full.index(before), (turn - 1) // STAGES & 1)
+        v = v_bufs.index(before).reshape([BLOCK_N, HEAD_DIM])
+        acc_token = warpgroup_mma(p, v, acc, is_async=True)
+        empty = row_sum == 0.0
+        total = gl.where(empty, 1.0, row_sum)
+        lse = gl.where(empty, float("-inf"), (row_max + gl.log2(total)) * 0.6931471805599453)
+        rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+        gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * q_len + rows, lse, mask=rows < q_len)
+        inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))
+        acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
+        mbarrier.arrive(v_empty.index(before), count=1)
+
+        # The output leaves through the slot of its queries, which the last product has read.
+        q.store((acc * gl.expand_dims(inverse, 1)).to(q.dtype))
+        fence_async_shared()
+        threads_meet()
+        tma.async_copy_shared_to_global(o_desc, [batch, head, start, 0], q_bufs.index(GROUP))
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        done += 1
+
+
+@gluon.jit
+def hopper_forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, lse_ptr,
+    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN_N: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Tiles of BLOCK_M (two groups of 64) queries by BLOCK_N keys, this program's share of them all."""
+    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+        mbarrier.init(turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    threads_meet()
+
+    schedule = (q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section)
+    gl.warp_specialize(
+        [
+            (_attend, (
+                o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                schedule, scale_log2, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG,
+            )),
+            (_attend, (
+                o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
+                schedule, scale_log2, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG,
+            )),
+            (_feed, (
+                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                schedule, BLOCK_M, BLOCK_N, STAGES, CAUSAL,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

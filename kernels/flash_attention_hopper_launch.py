@@ -1,0 +1,121 @@
+"""Launches of the Hopper forward: what it supports, its tiles, and how many programs share the work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .flash_attention_hopper import hopper_forward_kernel
+from .flash_attention_plan import LOG2_E, heads_per_section, is_describable
+from .flash_attention_problem import Problem
+from .launch import Launch
+
+_MULTIPROCESSORS_ASSUMED = 132  # without a device to ask: an H100 or H200 SXM
+_REGISTERS = 168  # of 65,536 for three groups of 128 threads; the two that compute then take 240 each, the feeder 24
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Two groups of 64 queries by `block_n` keys, `stages` slots for keys and for values, and whether the two groups
+    take turns at the matrix units.
+    """
+
+    block_n: int = 128
+    stages: int = 2
+    ping_pong: bool = False
+
+    def __str__(self) -> str:
+        return f"128x{self.block_n} s{self.stages}{' taking turns' if self.ping_pong else ''}"
+
+
+def unsupported_by_hopper(problem: Problem) -> str | None:
+    """Why the Hopper kernel cannot run a problem, or None."""
+    if problem.varlen:
+        return "cu_seqlens_q: the Hopper kernel takes dense batches only"
+    if problem.head_dim not in (64, 128):
+        return f"q: the Hopper kernel takes head dimensions 64 and 128, not {problem.head_dim}"
+    if problem.softcap:
+        return "softcap: the Hopper kernel has none"
+    if problem.left is not None or problem.right not in (None, 0):
+        return "window: the Hopper kernel is causal or full"
+    return None
+
+
+def hopper_tile(problem: Problem) -> HopperTile:
+    """The tile for a problem: as many slots as fit 227 KB beside the queries."""
+    return HopperTile(stages=2 if problem.head_dim == 128 else 3)
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def _descriptor(tensor: torch.Tensor, block: int) -> TensorDescriptor:
+    batch, rows, heads, dim = tensor.shape
+    aligned = 16 * heads * dim  # a valid stride for a dimension of one, whose own means nothing
+    strides = [s if n > 1 else aligned for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    element = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
+    block_shape = [1, 1, block, dim]
+    return TensorDescriptor(
+        tensor,
+        [batch, heads, rows, dim],
+        [strides[0], strides[2], strides[1], 1],
+        block_shape,
+        gl.NVMMASharedLayout.get_default_for(block_shape, element),
+    )
+
+
+def hopper_forward_launch(
+    problem: Problem,
+    tile: HopperTile,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Launch:
+    """The Hopper forward of a dense problem: writes `out` (like q) and `lse` (float32, contiguous [B, H, S]).
+
+    ValueError when the problem or a tensor's strides are not supported.
+    """
+    reason = unsupported_by_hopper(problem)
+    if reason is not None:
+        raise ValueError(f"{reason}; leave the kernel's choice open")
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if not is_describable(tensor):
+            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
+    num_tiles = triton.cdiv(problem.q_len, 128)
+    num_heads = problem.batch * problem.heads
+    programs = _multiprocessors(q.device.index) if q.is_cuda else _MULTIPROCESSORS_ASSUMED
+    args = {
+        "q_desc": _descriptor(q, 64),
+        "k_desc": _descriptor(k, tile.block_n),
+        "v_desc": _descriptor(v, tile.block_n),
+        "o_desc": _descriptor(out, 64),
+        "lse_ptr": lse,
+        "q_len": problem.q_len,
+        "kv_len": problem.kv_len,
+        "num_tiles": num_tiles,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "num_heads": num_heads,
+        "heads_per_section": heads_per_section(
+            problem, q, problem.heads, 2 * problem.kv_len * problem.head_dim * k.element_size()
+        ),
+        "scale_log2": problem.scale * LOG2_E,
+        "BLOCK_M": 128,
+        "BLOCK_N": tile.block_n,
+        "HEAD_DIM": problem.head_dim,
+        "STAGES": tile.stages,
+        "CAUSAL": problem.right == 0,
+        "EVEN_N": problem.kv_len % tile.block_n == 0,
+        "PING_PONG": tile.ping_pong,
+    }
+    grid = (min(programs, num_tiles * num_heads),)
+    return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

@@ -1,0 +1,263 @@
+"""Runs a warp-specialized Gluon kernel on the CPU: each partition is a thread, each barrier a real one.
+
+Gluon has no interpreter, so this stands in for the part of the language that the attention kernel uses. It is strict
+where the hardware is: an asynchronous product reads its operands as late as it may (when somebody waits for it), so
+that a slot of a ring freed too early gives wrong numbers; a bulk copy that overruns its barrier's expected bytes, and a
+wait that nobody ends, raise.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+WAIT_S = 20.0
+
+
+class Scalar(int):
+    """A run-time integer: Gluon's, with `.to`."""
+
+    def to(self, dtype: Any) -> Scalar:
+        return self
+
+
+def _wrap(name: str) -> Callable[..., Any]:
+    def apply(self: Scalar, other: Any) -> Any:
+        result = getattr(int, name)(self, other)
+        return Scalar(result) if isinstance(result, int) else result
+
+    return apply
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "xor", "rand", "rxor"):
+    setattr(Scalar, f"__{_name}__", _wrap(f"__{_name}__"))
+
+
+class Barrier:
+    """An mbarrier: a phase ends when its arrivals and its expected bytes are all in."""
+
+    def __init__(self) -> None:
+        self.condition = threading.Condition()
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def change(self, arrivals: int, expected: int) -> None:
+        with self.condition:
+            self.pending -= arrivals
+            self.bytes += expected
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if self.pending == 0 and self.bytes == 0:
+                self.phase ^= 1
+                self.pending = self.count
+                self.condition.notify_all()
+
+    def wait(self, parity: int) -> None:
+        with self.condition:
+            if not self.condition.wait_for(lambda: self.phase != parity, WAIT_S):
+                raise TimeoutError("a barrier that nobody completes: deadlock")
+
+
+class Shared:
+    """A shared-memory descriptor over a tensor's storage."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self.dtype = data.dtype
+        self.type = types.SimpleNamespace(shape=list(data.shape))
+
+    def index(self, i: int) -> Any:
+        return Shared(self.data[int(i)])
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def store(self, value: torch.Tensor) -> None:
+        self.data.copy_(value)
+
+
+class Barriers:
+    def __init__(self, count: int) -> None:
+        self.all = [Barrier() for _ in range(count)]
+
+    def index(self, i: int) -> Barrier:
+        return self.all[int(i)]
+
+
+class Descriptor:
+    """A rank-4 tensor descriptor of a [B, S, H, D] tensor in the kernel's order (batch, head, row, column)."""
+
+    def __init__(self, tensor: torch.Tensor, rows: int) -> None:
+        self.view = tensor.permute(0, 2, 1, 3)
+        shape = [1, 1, rows, tensor.shape[-1]]
+        self.dtype, self.layout = tensor.dtype, None
+        self.block_type = types.SimpleNamespace(shape=shape, nbytes=rows * tensor.shape[-1] * tensor.element_size())
+
+    def rows(self, coord: list[int]) -> torch.Tensor:
+        batch, head, row, _ = (int(c) for c in coord)
+        assert row >= 0, "the copy engine clips below zero too, but this kernel never asks it to"
+        return self.view[batch, head, row : row + self.block_type.shape[2]]
+
+
+class Token:
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self.compute, self.value = compute, torch.empty(0)
+
+
+_local = threading.local()
+
+
+def _in_flight() -> list[Token]:
+    if not hasattr(_local, "tokens"):
+        _local.tokens = []
+    tokens: list[Token] = _local.tokens
+    return tokens
+
+
+def _operand(value: Any) -> torch.Tensor:
+    return (value.data if isinstance(value, Shared) else value).float()
+
+
+def warpgroup_mma(a: Any, b: Any, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool = False) -> Token:
+    assert is_async, "the kernel has no synchronous product"
+    token = Token(lambda: _operand(a) @ _operand(b) + (acc if use_acc else 0.0))
+    _in_flight().append(token)
+    return token
+
+
+def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
+    tokens = _in_flight()
+    while len(tokens) > num_outstanding:
+        token = tokens.pop(0)
+        token.value = token.compute()
+    assert not any(dep in tokens for dep in deps if isinstance(dep, Token)), "a result is read before it is there"
+    results = tuple(dep.value if isinstance(dep, Token) else dep for dep in deps)
+    return results[0] if len(results) == 1 else results
+
+
+def _copy_in(desc: Descriptor, coord: list[int], barrier: Barrier, buffer: Shared) -> None:
+    source = desc.rows(coord)
+    block = torch.zeros(desc.block_type.shape, dtype=desc.dtype)
+    block[0, 0, : source.shape[0]] = source
+    buffer.data.copy_(block)
+    assert barrier.bytes >= desc.block_type.nbytes, "more bytes arrive than the barrier expects"
+    barrier.change(0, -desc.block_type.nbytes)
+
+
+def _copy_out(desc: Descriptor, coord: list[int], buffer: Shared) -> None:
+    target = desc.rows(coord)
+    target.copy_(buffer.data[0, 0, : target.shape[0]])
+
+
+def _expect(barrier: Barrier, nbytes: int) -> None:
+    with barrier.condition:
+        barrier.bytes += nbytes
+    barrier.change(1, 0)
+
+
+def _init(barrier: Barrier, count: int) -> None:
+    barrier.count = barrier.pending = count
+
+
+class Memory:
+    """lse_ptr: a flat tensor that offsets are added to."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __add__(self, offset: Any) -> Any:
+        return Pointer(self.data, offset)
+
+
+class Pointer:
+    def __init__(self, data: torch.Tensor, offset: Any) -> None:
+        self.data, self.offset = data, offset
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.data, self.offset + more)
+
+
+def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
+    pointer.data[pointer.offset[mask]] = value[mask]
+
+
+def _either(scalar: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(a: Any, b: Any) -> Any:
+        if isinstance(a, torch.Tensor):
+            return tensor(a, b if isinstance(b, torch.Tensor) else torch.tensor(b))
+        return Scalar(scalar(a, b))
+
+    return apply
+
+
+def _where(condition: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
+    return torch.where(condition, a, b)
+
+
+def run_on_threads(kernel: Any, programs: int, args: dict[str, Any]) -> None:
+    """Run every program of `kernel`, one after another, with `args` by name."""
+    for program in range(programs):
+        _run_program(kernel, program, programs, args)
+
+
+def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any]) -> None:
+    def specialize(functions: list[tuple[Callable[..., Any], tuple[Any, ...]]], *_: Any) -> None:
+        failures: list[BaseException] = []
+
+        def guarded(function: Callable[..., Any], values: tuple[Any, ...]) -> None:
+            try:
+                function(*values)
+                assert not _in_flight(), "a product is never waited for"
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=guarded, args=pair, daemon=True) for pair in functions]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(3 * WAIT_S)
+        if failures:
+            raise failures[0]
+        assert not any(thread.is_alive() for thread in threads), "a partition never ends"
+
+    def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
+        return Barriers(shape[0]) if dtype is torch.int64 else Shared(torch.full(shape, float("nan"), dtype=dtype))
+
+    gl = types.SimpleNamespace(
+        program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs, static_range=range,
+        cdiv=lambda a, b: Scalar(-(-a // b)), minimum=_either(min, torch.minimum), maximum=_either(max, torch.maximum),
+        arange=lambda a, b, layout: torch.arange(a, b), expand_dims=lambda t, axis: t.unsqueeze(axis), where=_where,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        max=lambda t, axis: t.amax(axis), sum=lambda t, axis: t.sum(axis), exp2=torch.exp2, log2=torch.log2,
+        convert_layout=lambda t, layout: t, store=_store, allocate_shared_memory=shared, warp_specialize=specialize,
+        float32=torch.float32, int64=torch.int64, constexpr=operator.index,
+        SliceLayout=lambda *a: None, NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
+    )  # fmt: skip
+    # Stand-ins by the names under which the kernel's module knows the language; its own functions run as Python.
+    scope: dict[str, Any] = {
+        "gl": gl, "range": lambda *a: map(Scalar, range(*a)), "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait, "fence_async_shared": lambda: None, "threads_meet": lambda: None,
+        "mbarrier": types.SimpleNamespace(
+            init=lambda bar, count: _init(bar, count), expect=_expect, wait=lambda bar, parity: bar.wait(parity),
+            arrive=lambda bar, count: bar.change(count, 0), MBarrierLayout=lambda: None,
+        ),
+        "tma": types.SimpleNamespace(
+            async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda n: None
+        ),
+    }  # fmt: skip
+    module_globals = kernel.fn.__globals__
+    for name, value in module_globals.items():
+        if name not in scope and hasattr(value, "fn"):
+            function = value.fn
+            scope[name] = types.FunctionType(function.__code__, scope, name, function.__defaults__)
+    scope["_settled"] = lambda sums: sums
+    scope["float"] = float
+    scope["hasattr"] = hasattr
+    types.FunctionType(kernel.fn.__code__, scope, "kernel", kernel.fn.__defaults__)(**args)

@@ -1,0 +1,131 @@
+"""The Hopper forward: its logic on threads against float64, what it refuses, and on a Hopper GPU the kernel itself."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.flash_attention import flash_attention
+from kernels.flash_attention_hopper import hopper_forward_kernel
+from kernels.flash_attention_hopper_launch import HopperTile, hopper_forward_launch, hopper_tile, unsupported_by_hopper
+from kernels.flash_attention_plan import Config, Tile
+from kernels.flash_attention_problem import Problem
+
+_SPEC = importlib.util.spec_from_file_location("gluon_on_threads", Path(__file__).with_name("gluon_on_threads.py"))
+assert _SPEC is not None
+assert _SPEC.loader is not None
+threads: Any = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(threads)
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+def problem(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int, dim: int, causal: bool) -> Problem:
+    return Problem(
+        batch, heads, kv_heads, q_len, kv_len, dim, None, 0 if causal else None, dim**-0.5, 0.0, varlen=False
+    )
+
+
+def draw(p: Problem, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(p.q_len * 1000 + p.kv_len)
+    shapes = [(p.q_len, p.heads), (p.kv_len, p.kv_heads), (p.kv_len, p.kv_heads)]
+    return [torch.randn(p.batch, *shape, p.head_dim, generator=generator).to(dtype) for shape in shapes]
+
+
+def exact(p: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    group = p.heads // p.kv_heads
+    q, k, v = q.double(), k.double().repeat_interleave(group, 2), v.double().repeat_interleave(group, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * p.scale
+    if p.right == 0:
+        positions = torch.arange(p.q_len)[:, None] + p.kv_len - p.q_len
+        scores = scores.masked_fill(torch.arange(p.kv_len)[None] > positions, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - torch.where(lse == float("-inf"), 0.0, lse)[..., None])
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
+
+
+def on_threads(p: Problem, tile: HopperTile, programs: int) -> tuple[torch.Tensor, ...]:
+    q, k, v = draw(p, torch.float16)
+    out, lse = torch.full_like(q, float("nan")), torch.full((p.batch, p.heads, p.q_len), float("nan"))
+    args = dict(hopper_forward_launch(p, tile, q, k, v, out, lse).args)
+    args |= {
+        "q_desc": threads.Descriptor(q, 64), "k_desc": threads.Descriptor(k, tile.block_n),
+        "v_desc": threads.Descriptor(v, tile.block_n), "o_desc": threads.Descriptor(out, 64),
+        "lse_ptr": threads.Memory(lse.view(-1)),
+    }  # fmt: skip
+    threads.run_on_threads(hopper_forward_kernel, programs, args)
+    return q, k, v, out, lse
+
+
+SHAPES = [
+    # batch, heads, key heads, queries, keys, dimension, causal, programs
+    (1, 2, 2, 256, 384, 64, False, 2),
+    (2, 2, 1, 200, 300, 64, False, 3),
+    (1, 2, 2, 256, 256, 64, True, 2),
+    (2, 4, 2, 130, 700, 64, True, 3),
+    (1, 2, 1, 300, 130, 64, True, 1),  # the first queries stand before every key
+    (1, 1, 1, 1, 1, 128, True, 1),
+    (1, 1, 1, 333, 517, 128, True, 1),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tile", [HopperTile(), HopperTile(64, 3, ping_pong=True)], ids=str)
+def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile: HopperTile) -> None:
+    p = problem(*shape[:7])
+    q, k, v, out, lse = on_threads(p, tile, shape[7])
+    expected, expected_lse = exact(p, q, k, v)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_slot_freed_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in would notice a missing barrier: without waiting for empty slots the numbers come out wrong."""
+    slow = threads.Barrier.wait
+
+    def careless(self: Any, parity: int) -> None:
+        if self.count == 1 or self.bytes:  # slots of keys and values are emptied by two arrivals: skip just those
+            slow(self, parity)
+
+    monkeypatch.setattr(threads.Barrier, "wait", careless)
+    monkeypatch.setattr(threads, "WAIT_S", 1.0)
+    p = problem(1, 1, 1, 128, 1024, 64, causal=False)
+    try:
+        q, k, v, out, _ = on_threads(p, HopperTile(), 1)
+    except (AssertionError, TimeoutError):
+        return
+    assert not torch.allclose(out.double(), exact(p, q, k, v)[0], rtol=2e-3, atol=2e-3)
+
+
+def test_what_the_kernel_does_not_support_is_named() -> None:
+    p = problem(1, 2, 2, 64, 64, 128, causal=True)
+    assert unsupported_by_hopper(p) is None
+    assert "head dimensions 64 and 128" in str(unsupported_by_hopper(replace(p, head_dim=96)))
+    assert "softcap" in str(unsupported_by_hopper(replace(p, softcap=30.0)))
+    assert "window" in str(unsupported_by_hopper(replace(p, left=5)))
+    assert "cu_seqlens_q" in str(unsupported_by_hopper(replace(p, varlen=True)))
+    t, lse = torch.zeros(1, 64, 2, 96, dtype=torch.float16), torch.zeros(1, 2, 64)
+    with pytest.raises(ValueError, match="head dimensions 64 and 128"):
+        hopper_forward_launch(replace(p, head_dim=96), HopperTile(), t, t, t, t, lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("shape", [s[:7] for s in SHAPES] + [(2, 4, 2, 1000, 1500, 128, True)], ids=str)
+@pytest.mark.parametrize("ping_pong", [False, True])
+def test_the_kernel_on_its_gpu(shape: tuple[Any, ...], ping_pong: bool) -> None:
+    p = problem(*shape)
+    q, k, v = draw(p, torch.bfloat16)
+    tile = replace(hopper_tile(p), ping_pong=ping_pong)
+    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), descriptors=True, hopper=tile)
+    out, lse = flash_attention(
+        *(t.cuda() for t in (q, k, v)), causal=p.right == 0, return_lse=True, config=config
+    )  # fmt: skip
+    expected, expected_lse = exact(p, q, k, v)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-3, atol=1e-3)
