@@ -7,9 +7,8 @@
 
 Bytes through device memory, a parameter:
 
-    plain  eager updates over float32 state, one tensor at a time: decay (8), two updates of the moments (12 + 16,
-           with a temporary for g²), square root, division, sum (8 + 8 + 8), update (16), and, for 16-bit parameters,
-           a cast of the gradient (6) and of the weight (6)
+    plain  eager updates, one tensor at a time: decay (8), m (12), v (8 + 12), square root, division and sum for the
+           denominator (8 + 8 + 8), update (16): 80; with 16-bit parameters two casts, gradient and weight (6 + 6): 92
     fused  float32 parameters: read g, w, m, v (16), write w, m, v (12): 28
            16-bit parameters:  read g (2) and master, m, v (12), write master, m, v (12) and the parameter (2): 28
 
@@ -171,9 +170,11 @@ class AdamW:
     params        contiguous float32, float16 or bfloat16 tensors of any shapes on one device
     lr, betas, eps, weight_decay   as torch.optim.AdamW; attributes, to be changed between steps
     on_device     count the steps on the device (for captured graphs) instead of on the host
+    masters, exp_avgs, exp_avg_sqs   state to go on from, float32 and like params (masters of float32 parameters are
+                  not used); None starts afresh
 
-    Attributes masters (None for float32 parameters), exp_avgs and exp_avg_sqs are float32 and in the order of params.
-    Raises ValueError naming the parameter that is not supported.
+    The state is in the attributes of these names (a master is None for a float32 parameter) and in `steps`. Raises
+    ValueError naming the argument that is not supported.
     """
 
     def __init__(
@@ -184,6 +185,9 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         on_device: bool = False,
+        masters: Sequence[torch.Tensor] | None = None,
+        exp_avgs: Sequence[torch.Tensor] | None = None,
+        exp_avg_sqs: Sequence[torch.Tensor] | None = None,
     ) -> None:
         if not params:
             raise ValueError("params: is empty; there is nothing to update")
@@ -203,9 +207,17 @@ class AdamW:
                 raise ValueError(f"params[{index}]: is on {param.device}, but params[0] is on {params[0].device}")
         self.params = [param.detach() for param in params]
         self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
-        self.masters = [None if param.dtype == torch.float32 else param.float() for param in self.params]
-        self.exp_avgs = [torch.zeros_like(param, dtype=torch.float32) for param in self.params]
-        self.exp_avg_sqs = [torch.zeros_like(moment) for moment in self.exp_avgs]
+        given = [] if masters is None else self._adopted("masters", masters)
+        self.masters: list[torch.Tensor | None] = [
+            None if param.dtype == torch.float32 else given[index] if given else param.float()
+            for index, param in enumerate(self.params)
+        ]
+        self.exp_avgs, self.exp_avg_sqs = (
+            [torch.zeros_like(param, dtype=torch.float32) for param in self.params]
+            if moments is None
+            else self._adopted(name, moments)
+            for name, moments in (("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs))
+        )
         device = self.params[0].device
         self._steps = 0
         self._counter = torch.zeros((), dtype=torch.int64, device=device) if on_device else None
@@ -217,6 +229,27 @@ class AdamW:
     def steps(self) -> int:
         """How many steps were taken. Waits for the device when they are counted there."""
         return self._steps if self._counter is None else int(self._counter)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        if self._counter is None:
+            self._steps = count
+        else:
+            self._counter.fill_(count)
+
+    def _adopted(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The caller's own state, checked against the parameters."""
+        if len(tensors) != len(self.params):
+            raise ValueError(f"{name}: has {len(tensors)} tensors for {len(self.params)} parameters")
+        for index, (tensor, param) in enumerate(zip(tensors, self.params, strict=True)):
+            if tensor.shape != param.shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name}[{index}]: {tensor.dtype} of {tuple(tensor.shape)}; it must be contiguous float32 of "
+                    f"{tuple(param.shape)}"
+                )
+            if tensor.device != param.device:
+                raise ValueError(f"{name}[{index}]: is on {tensor.device}, but its parameter is on {param.device}")
+        return [tensor.detach() for tensor in tensors]
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """One update. grads[i] is like params[i], in its dtype or float32; None leaves that parameter alone."""
