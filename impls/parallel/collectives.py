@@ -141,7 +141,7 @@ class Collective:
         mine = checksum(out)
         sums = mine.new_empty(self.link.world * 2)
         self.link.all_gather(sums, mine).wait()
-        return {"out": out.contiguous(), "sums": sums.view(-1, 2)}
+        return {"out": out.reshape(-1).view(self.form.received), "sums": sums.view(-1, 2)}
 
     def counters(self) -> Mapping[str, float]:
         """``link_bytes`` of a run on the busiest rank, and ``payload_bytes``, over which algbw is counted."""

@@ -89,7 +89,7 @@ class Spread(TrainCase):
         counts = [len(self.places)] * self.link.world
         places = gather_rows(self.link, self.places, counts)
         whole_SBD = gather_rows(self.link, states_SBD, counts)
-        return torch.empty_like(whole_SBD).index_copy_(0, places, whole_SBD).transpose(0, 1)
+        return torch.empty_like(whole_SBD).index_copy_(0, places, whole_SBD).transpose(0, 1).contiguous()
 
     def close(self) -> None:
         self.buckets.close()

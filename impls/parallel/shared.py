@@ -227,7 +227,7 @@ class TrainCase:
         dim = self.shards[name]
         total = int(self._inputs[f"weight.{name}"].shape[dim]) if self._inputs is not None else 0
         rows = gather_rows(self.link, part.transpose(0, dim).contiguous(), split_sizes(total, self.link.world))
-        return rows.transpose(0, dim)
+        return rows.transpose(0, dim).contiguous()
 
 
 def exposure(

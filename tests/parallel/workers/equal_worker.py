@@ -61,6 +61,8 @@ def measure(case, rank, world, mesh):
 def error(truth, found):
     if truth.shape != found.shape or truth.dtype != found.dtype:
         return f"{tuple(truth.shape)} {truth.dtype} against {tuple(found.shape)} {found.dtype}"
+    if truth.stride() != found.stride():
+        return f"strides {truth.stride()} against {found.stride()}"
     truth, found = truth.double(), found.double()
     return float((truth - found).norm() / truth.norm().clamp_min(1e-300))
 
