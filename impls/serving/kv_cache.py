@@ -30,7 +30,13 @@ from harness.workload import Workload
 from impls.model.cache import KVCache
 from impls.model.decoder import Decoder
 from impls.model.resolve import config_for, model_for, not_here, prompts_for, token_flops
+from impls.serving.engine import Engine, Output
+from impls.serving.request import Request, Sampling
+from impls.serving.runner import ModelRunner
+from impls.serving.scheduler import EngineConfig
 
+#: Tokens of a cache block of the engine's.
+BLOCK = 16
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
@@ -164,6 +170,50 @@ class Transformers(Recompute):
         self.tokens.copy_(out[:, self.prompt.shape[1] :])
 
 
+class Served(Recompute):
+    """The same rows as requests of the serving engine: paged cache, its kernels and its graphs where there is a GPU."""
+
+    def __init__(self, workload: Workload, ctx: Context) -> None:
+        super().__init__(workload, ctx)
+        self.engine: Engine | None = None
+
+    def load(self, inputs: Inputs) -> None:
+        """Takes the prompts as requests that are all there at once; an engine is made for them the first time."""
+        super().load(inputs)
+        rows, length = self.prompt.shape
+        if self.engine is None:
+            blocks = -(-(length + self.new) // BLOCK)
+            config = EngineConfig(
+                max_running=rows,
+                max_step_tokens=max(rows * length, rows),
+                block_size=BLOCK,
+                num_blocks=rows * blocks,
+                context=length + self.new,
+            )
+            self.engine = Engine(ModelRunner(self.model, config), config)
+        sampling = Sampling(max_tokens=self.new)
+        self.requests = [Request(f"row{i}", row, sampling) for i, row in enumerate(self.prompt.tolist())]
+
+    def run(self) -> None:
+        """Serves all rows, exactly N tokens each."""
+        assert self.engine is not None
+        emitted: dict[str, list[int]] = {request.id: [] for request in self.requests}
+
+        def keep(output: Output) -> None:
+            if output.token is not None:
+                emitted[output.id].append(output.token)
+
+        self.engine.serve(self.requests, keep)
+        self.tokens.copy_(torch.tensor([emitted[request.id] for request in self.requests]))
+
+    def unload(self) -> None:
+        """The engine stays: its graphs take long to capture."""
+
+    def close(self) -> None:
+        """Gives the cache and the graphs back."""
+        self.engine = None
+
+
 def as_transformers(model: Decoder) -> Any:
     """The same weights (shared, not copied) as a transformers LlamaForCausalLM in eval mode."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -238,6 +288,7 @@ PAIR = Pair(
     variants={
         "baseline": Variant(Recompute, supports=not_here),
         "optimized": Variant(Cached, supports=not_here),
+        "engine": Variant(Served, supports=not_here),
         "transformers": Variant(Transformers, peer="library", requires=("package:transformers",), supports=_plain_rope),
     },
     work=work,

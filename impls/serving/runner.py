@@ -48,7 +48,7 @@ class ModelRunner:
         on_gpu = self.device.type == "cuda"
         self.kernels = on_gpu if kernels is None else kernels
         self.config = config
-        self.model = with_parts(model, Parts(rotate=keep_unrotated)) if self.kernels else model
+        self.model = self._decoder(model)
         self.cache = PagedCache(
             model.config, config.num_blocks, config.block_size, self.dtype, self.device, config.host_blocks
         )
@@ -64,6 +64,17 @@ class ModelRunner:
             from impls.serving.decode_graphs import DecodeGraphs
 
             self.graphs = DecodeGraphs(self)
+
+    def _decoder(self, model: Decoder) -> Decoder:
+        """The model with the parts that this way of running needs."""
+        if not self.kernels:
+            return model
+        if self.config.batch_invariant:
+            # The library's products in one shape for every pass: a batch of one must not take another way.
+            return with_parts(model, Parts(rotate=keep_unrotated))
+        from impls.serving.fast_decoder import fast_decoder
+
+        return fast_decoder(model)
 
     @property
     def vocab(self) -> int:

@@ -86,8 +86,12 @@ def test_greedy_gives_the_tokens_of_the_plain_loop(model, requests, answers, cha
 
 @pytest.mark.parametrize(
     "change",
-    [{}, {"block_size": 32, "num_blocks": 16}, {"num_blocks": 8}, {"batch_invariant": True}],
-    ids=["plain", "blocks of 32", "preempted", "invariant"],
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"num_blocks": 8}, id="preempted", marks=pytest.mark.slow),
+        pytest.param({"block_size": 32, "num_blocks": 16}, id="blocks of 32", marks=pytest.mark.slow),
+        pytest.param({"batch_invariant": True}, id="invariant", marks=pytest.mark.slow),
+    ],
 )
 def test_the_kernels_give_the_tokens_of_the_plain_loop(requests, change):
     small = ModelConfig(
@@ -95,7 +99,7 @@ def test_the_kernels_give_the_tokens_of_the_plain_loop(requests, change):
     )
     model = load_model(shape=small, seed=5)
     config = replace(CONFIG, **{"block_size": 16, "num_blocks": 32, **change})
-    few = [replace(r, sampling=Sampling(max_tokens=min(3, r.sampling.max_tokens))) for r in requests[:5]]
+    few = [replace(r, sampling=Sampling(max_tokens=min(3, r.sampling.max_tokens))) for r in requests[:4]]
     if config.num_blocks == 8:
         few = [replace(r, prompt=(30 * r.prompt)[:30], sampling=Sampling(max_tokens=6)) for r in few]
     engine = Engine(ModelRunner(model, config, kernels=True, graphs=False), config)
