@@ -1,0 +1,105 @@
+"""The survey of attention kernels: what it does without a GPU, and that it tells right from wrong and dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from impls.attention import survey
+from impls.attention.candidates import candidates
+
+ROOT = Path(__file__).parents[2]
+SHARED_LIMIT = 227 * 1024
+
+# Configurations that flash_attention picks by itself on Hopper, and the Hopper kernel's own.
+COMPILE = """
+import json
+from impls.attention.candidates import candidates, launches
+found = []
+for dim, causal, direction in [(128, False, "forward"), (128, True, "forward"), (64, True, "forward"),
+                               (128, False, "backward"), (64, False, "backward")]:
+    every = candidates(dim, causal, direction, (9, 0))
+    chosen = [every[0]] + [c for c in every if c.group == "hopper" and causal][:1]
+    for candidate in chosen:
+        for launch in launches(candidate, causal):
+            r, name = launch.compile(), f"{candidate.name} {direction} d{dim}"
+            found.append([name, r.registers, r.spills, r.shared, r.warpgroup_products])
+print(json.dumps(found))
+"""
+
+
+def run(code: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "OUT")}
+    return subprocess.run(
+        [sys.executable, *code], cwd=ROOT, env={**kept, **environment}, capture_output=True, text=True, timeout=280
+    )
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_hopper_to_warpgroup_products_in_registers() -> None:
+    done = run(["-c", COMPILE])
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 7
+    for name, registers, spills, shared, products in found:
+        assert products > 0, f"{name}: no warpgroup matrix instruction"
+        assert registers <= 255, name
+        assert shared <= SHARED_LIMIT, name
+        assert spills <= 8, f"{name}: {spills} spills"  # a few before and after the loop; the loop would show dozens
+
+
+def test_the_tiny_survey_checks_every_candidate_and_times_none(tmp_path: Path) -> None:
+    done = run(["-m", "impls.attention.survey", "--tiny", "--dims", "64", "--out", str(tmp_path)], TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "survey.json").read_text())
+    assert len(rows) == 2 * 2
+    assert all(row["check"] == "right" and row["tflops"] is None for row in rows)
+
+
+def test_without_a_gpu_it_says_what_can_be_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert survey.main([]) == 2
+    assert "--compile" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate = candidates(64, True, "forward", None)[0]
+    cpu = torch.device("cpu")
+    assert survey.checked(candidate, True, cpu, (1, 1, 9, 13)) == "right"
+    right = survey.flash_attention
+    monkeypatch.setattr(survey, "flash_attention", lambda *a, **k: right(*a, **k) * 1.02)
+    assert survey.checked(candidate, True, cpu, (1, 1, 9, 13)).startswith("wrong: out off by")
+    monkeypatch.setattr(survey, "flash_attention", lambda *a, **k: right(*a, **k) * float("nan"))
+    assert survey.checked(candidate, True, cpu, (1, 1, 9, 13)).startswith("wrong")
+
+
+def test_a_group_that_hangs_or_dies_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*_: Any, **__: Any) -> None:
+        raise subprocess.TimeoutExpired("survey", 1)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    assert "killed" in survey.in_child("hopper", [], 1.0)[0].check
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -11, ""))
+    assert "-11" in survey.in_child("hopper", [], 1.0)[0].check
+
+
+def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
+    rows = [
+        survey.Row("triton", "ours", "forward", 128, True, 4096, tflops=450.0, check="right"),
+        survey.Row("torch", "sdpa_cudnn", "forward", 128, True, 4096, tflops=500.0),
+        survey.Row("torch", "sdpa_flash", "forward", 128, True, 4096, tflops=300.0),
+        survey.Row("triton", "ours", "forward", 128, True, 8192, tflops=450.0, check="right"),
+    ]
+    lines = survey.table(rows).splitlines()
+    assert "0.90" in lines[1]
+    assert "1.50" in lines[1]
+    assert "0.90" not in lines[4], "no peer was measured on that shape"
