@@ -236,7 +236,7 @@ class Measurement:
             self.events.begin(self.workload.name, entry.name, "time")
             clocks[entry.name] = RankedClock(clock_for(self.pair.kind, self.device), self.agreement)
             lanes.append(self._lane(entry, clocks[entry.name], inputs, apart or entry.variant.exclusive))
-        watch = watch_device(self.job.device)
+        watch = watch_device(self._watched())
         looked = 0.0
 
         def decide(more: bool) -> bool:
@@ -265,6 +265,9 @@ class Measurement:
                 break
         for entry in entries:
             self._keep(entry, series[entry.name], clocks[entry.name], conditions, span)
+
+    def _watched(self) -> str:
+        return f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
 
     def _lane(self, entry: Entry, clock: RankedClock, inputs: Inputs, exclusive: bool) -> Lane:
         def enter() -> None:

@@ -24,6 +24,11 @@ class Reporter:
         self._task: Any = None
         self._started = time.monotonic()
 
+    def silence(self) -> None:
+        """Says nothing from now on: another process speaks for this one."""
+        self.quiet_table = True
+        self._err.quiet = self._out.quiet = True
+
     def begin(self, workloads: int) -> None:
         """A run of so many workloads starts."""
         self._started = time.monotonic()

@@ -7,6 +7,7 @@ variant that took its worker down.
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run: the device, the tier's time, what to do with records, and how to tell the user."""
+    """How to run: the device, the tier's time, what to do with records, and how to tell the user.
+
+    share: in a joined world, gives rank 0's text to every supervisor (:meth:`harness.world.Joined.share`).
+    """
 
     device: str
     tier: str = "smoke"
@@ -51,6 +55,7 @@ class Settings:
     note: Callable[[str], None] = lambda text: None
     show: Callable[[list[dict[str, Any]]], None] = lambda records: None
     done: Callable[[int], None] = lambda workloads: None
+    share: Callable[[str], str] | None = None
     start: Callable[[Job, Callable[[], str | None]], Outcome] = lambda job, poll: launch(job, poll=poll)
 
 
@@ -63,6 +68,7 @@ class Progress:
     skip: dict[str, str] = field(default_factory=dict)
     hand: tuple[str, str, str] = ("", "", "")
     done: bool = False
+    heard: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Takes in one event."""
@@ -101,7 +107,7 @@ class Runner:
         progress = Progress()
         left = list(item.workloads)
         while left:
-            progress.hand, progress.done = ("", "", ""), False
+            progress.hand, progress.done, progress.heard = ("", "", ""), False, []
             outcome = self._attempt(item, left, progress, share)
             self._flush(item, progress)
             left = [w for w in left if not self._through(w, item, progress)]
@@ -159,13 +165,25 @@ class Runner:
             finally:
                 self._read(reader, item, progress)
                 self._flush(item, progress)
+            self._agree(progress)
             if progress.hand[2] == "time":
                 progress.hand = (progress.hand[0], reader.now() or progress.hand[1], "time")
             return outcome
 
+    def _agree(self, progress: Progress) -> None:
+        """In a joined world only rank 0's supervisor hears its worker; the others must take the same way on."""
+        if self.settings.share is None:
+            return
+        said = json.loads(self.settings.share(json.dumps([progress.heard, progress.hand])))
+        if not progress.heard:
+            for event in said[0]:
+                progress.take(event)
+            progress.hand = (said[1][0], said[1][1], said[1][2])
+
     def _read(self, reader: EventReader, item: Item, progress: Progress) -> None:
         for event in reader.new():
             progress.take(event)
+            progress.heard.append(event)
             if event["event"] == "begin" and event["phase"] in ("check", "time"):
                 self.settings.note(f"  {event['workload']}: {event['phase']} {event['variant']}")
         self._flush(item, progress)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness.assemble import Facts
 from harness.devices import Found, lookup
 from harness.errors import UsageError
 from harness.history.store import Store, default_store
+from harness.launch import launch
 from harness.machine import Machine
 from harness.metric_names import METRICS
 from harness.plan import Item, Request, make_plan
@@ -21,6 +23,7 @@ from harness.record import EXIT_CODES, new_run_id
 from harness.report import Reporter
 from harness.runner import Runner, Settings
 from harness.serving.metrics import Slo
+from harness.world import Joined, detect_world, join
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Session:
     def __init__(self, request: Request, options: Options, reporter: Reporter, watch: type[Machine] = Machine) -> None:
         """watch: what reads the machine before and after."""
         self.request, self.options, self.reporter, self.watch = request, options, reporter, watch
+        self.world: Joined | None = None
 
     def run(self) -> Result:
         """Measures and records.
@@ -80,12 +84,14 @@ class Session:
             StoreError: the store cannot be written (before anything is measured).
         """
         options = self.options
-        items = with_real_digests(make_plan(self.request), self.request)
+        self._join()
+        items = self._items()
         if options.csv is not None and options.csv.exists():
             raise UsageError(f"--csv {options.csv}: the file exists; name a new one, nothing is overwritten")
         where = provenance(options.device)
         run = new_run_id()
-        sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if options.keep else NoSink()
+        keep = options.keep and self.leads
+        sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if keep else NoSink()
         machine = self.watch(options.device, where, self.reporter)
         facts = Facts(
             run=run,
@@ -99,7 +105,7 @@ class Session:
         self.reporter.begin(sum(len(i.workloads) for i in items))
         try:
             sink.append(self._header(facts, items))
-            before = machine.begin() if options.timing else None
+            before = machine.begin() if options.timing and self.leads else None
             facts.ceilings = machine.ceilings
             if before is not None:
                 sink.append({**facts.header("sentinel"), "when": "start", **before})
@@ -119,8 +125,43 @@ class Session:
         self._summary(result, time.monotonic() - started)
         return result
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process records and prints: every one but the other supervisors of a joined world."""
+        return self.world is None or self.world.place.rank == 0
+
+    def _join(self) -> None:
+        """Joins the world that torchrun or srun has made around this process, if any."""
+        place = detect_world(os.environ)
+        if place is None:
+            return
+        self.world = join(place)
+        self.request = replace(self.request, ranks=place.world)
+        if not self.leads:
+            self.reporter.silence()
+
+    def _items(self) -> list[Item]:
+        items = with_real_digests(make_plan(self.request), self.request)
+        if self.world is None:
+            return items
+        size = self.world.place.world
+        fitting = [i for i in items if i.ranks == size]
+        if not fitting:
+            raise UsageError(
+                f"nothing to measure on {size} ranks: what was chosen runs on one; start it without a world"
+            )
+        for item in items:
+            if item not in fitting:
+                self.reporter.note(f"{item.technique.name} runs on {item.ranks} rank: not measured in this world")
+        return fitting
+
     def _settings(self) -> Settings:
-        o = self.options
+        o, world = self.options, self.world
+        joined: dict[str, Any] = {}
+        if world is not None:
+            hears = self.leads
+            joined["share"] = world.share
+            joined["start"] = lambda job, poll: launch(job, world, poll if hears else None)
         return Settings(
             device=o.device,
             tier=self.request.tier,
@@ -136,6 +177,7 @@ class Session:
             note=self.reporter.note,
             show=self.reporter.show,
             done=self.reporter.done,
+            **joined,
         )
 
     def _header(self, facts: Facts, items: Sequence[Item]) -> dict[str, Any]:
@@ -165,7 +207,7 @@ class Session:
         for record in result.records:
             counts[record["status"]] = counts.get(record["status"], 0) + 1
         said = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing measured"
-        timed = sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(result.records))
+        timed = sampling_seconds(result.records)
         outside = f"; {1 - timed / seconds:.0%} of {seconds:.0f} s outside sampling" if self.options.timing else ""
         self.reporter.note(f"run {result.run}: {said}{outside}")
         if counts.get("unsettled"):
@@ -208,6 +250,11 @@ def _device_row(host: Mapping[str, Any]) -> Found | None:
 
 def _unfitting_baseline(record: Mapping[str, Any]) -> bool:
     return bool(record["status"] == "oom" and record["variant"] == "baseline")
+
+
+def sampling_seconds(records: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds spent in sampling; the rest of a run is start-up, checks, compilation, memory passes and sentinels."""
+    return float(sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(records)))
 
 
 def _one_a_workload(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

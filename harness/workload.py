@@ -147,7 +147,8 @@ def apply_settings(workload: Workload, settings: Mapping[str, str]) -> Workload:
         if key not in workload.dims:
             raise unknown(f"dimension of {workload.technique}", key, [*workload.dims, "dtype"])
         dims[key] = _parse_dim(key, text, workload.dims[key])
-    changed = workload.replace(**dims)
+    have = {**workload.dims, "dtype": workload.dtype}
+    changed = workload.replace(**{k: v for k, v in dims.items() if have[k] != v})
     check = {"name": changed.name, "tier": changed.tier, "dtype": changed.dtype, **changed.dims}
     return parse_workload(workload.technique, check, "--set")
 

@@ -132,6 +132,7 @@ class Joined:
         self.place = place
         self._root = store
         self._launches = 0
+        self._shares = 0
 
     @property
     def prefix(self) -> str:
@@ -155,6 +156,21 @@ class Joined:
         from torch._C._distributed_c10d import PrefixStore
 
         return PrefixStore(f"{self.prefix}/supervisors", self._root)
+
+    def share(self, mine: str, limit_s: float = _JOIN_S) -> str:
+        """Rank 0's text, on every supervisor; the others' own is let go.
+
+        Raises:
+            UsageError: rank 0 did not answer in time.
+        """
+        self._shares += 1
+        key = f"pairbench/shared/{self._shares}"
+        if self.place.rank == 0:
+            self._root.set(key, mine)
+            return mine
+        if not _wait_for(lambda: self._root.check([key]), limit_s):
+            raise UsageError(f"rank 0 of the world made by {self.place.source} did not answer within {limit_s:g} s")
+        return str(self._root.get(key).decode())
 
     def told(self) -> Failure | None:
         """The failure that another supervisor has reported for the launch in hand, if any."""

@@ -207,3 +207,33 @@ def test_a_two_rank_step_is_measured_with_its_skew(tmp_path: Path) -> None:
     assert records["optimized"]["ranks"] == 2
     assert records["optimized"]["metrics"]["skew"]["value"] >= 0
     assert records["optimized"]["counters"] == {"link_bytes": 128.0}
+
+
+@pytest.mark.slow
+def test_the_same_command_joins_a_world_that_torchrun_has_made(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "harness"]
+    args = ["run", "toy_step", "--store", str(store), "--samples", "3"]
+    env = {**_env(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    files = list(store.rglob("*.jsonl"))
+    assert len(files) == 1, done.stderr  # one run, recorded once
+    kept = [json.loads(x) for x in files[0].read_text().splitlines()]
+    measured = [k for k in kept if k["type"] == "measurement"]
+    assert {k["variant"]: k["ranks"] for k in measured} == dict.fromkeys(("baseline", "optimized", "dies", "hangs"), 2)
+    assert {k["status"] for k in measured} <= {"passed", "unsettled"}
+    assert {k["workload"] for k in measured} == {"two"}
+
+
+@pytest.mark.slow
+def test_a_dead_rank_in_a_joined_world_costs_one_record_and_the_world_goes_on(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "harness"]
+    args = ["run", "toy_step", "--store", str(store), "--samples", "3"]
+    env = {**_env(tmp_path, PAIRBENCH_TOY_FAULT="die"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
+    kept = [json.loads(x) for p in store.rglob("*.jsonl") for x in p.read_text().splitlines()]
+    status = {k["variant"]: k["status"] for k in kept if k["type"] == "measurement"}
+    assert status.pop("dies") == "error", done.stderr
+    assert set(status) == {"baseline", "optimized", "hangs"}
+    assert set(status.values()) <= {"passed", "unsettled"}
