@@ -167,23 +167,23 @@ def _gradient_kernel(
 def _total_kernel(
     loss_ptr, target_ptr, out_ptr, count_ptr, rows, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum or mean of the losses, and how many targets count, in one program and a fixed order."""
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    """Sum or mean of the losses, and how many targets count, in one program, a fixed order and float64."""
+    total = tl.zeros((BLOCK,), dtype=tl.float64)
     count = tl.zeros((BLOCK,), dtype=tl.int32)
     row = tl.arange(0, BLOCK)
     start = tl.program_id(0)
     while start < rows:
         mask = start + row < rows
-        total += tl.load(loss_ptr + start + row, mask=mask, other=0.0)
+        total += tl.load(loss_ptr + start + row, mask=mask, other=0.0).to(tl.float64)
         target = tl.load(target_ptr + start + row, mask=mask, other=0).to(tl.int64)
         count += (mask & (target != ignore_index)).to(tl.int32)
         start += BLOCK
-    counted = tl.sum(count, axis=0).to(tl.float32)
+    counted = tl.sum(count, axis=0)
     loss = tl.sum(total, axis=0)
     if MEAN:
-        loss /= counted
-    tl.store(out_ptr, loss)
-    tl.store(count_ptr, counted)
+        loss /= counted.to(tl.float64)
+    tl.store(out_ptr, loss.to(tl.float32))
+    tl.store(count_ptr, counted.to(tl.float32))
 
 
 def _shape(columns: int, itemsize: int) -> dict[str, int]:

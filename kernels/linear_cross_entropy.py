@@ -113,8 +113,15 @@ def linear_cross_entropy_forward(
         stop = min(start + size, rows)
         part = torch.mm(hidden[start:stop], weight.T, out=logits[: stop - start])
         losses[start:stop] = cross_entropy_forward(part, target[start:stop], ignore_index, label_smoothing, "none")[0]
-    total = losses.sum()
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
+    return _total(losses, target, ignore_index, reduction)
+
+
+def _total(losses: torch.Tensor, target: torch.Tensor, ignore_index: int, reduction: str) -> torch.Tensor:
+    """Sum or mean of the losses of all tokens, taken in float64: the sum of many is coarser than each of them."""
+    total = losses.sum(dtype=torch.float64)
+    if reduction == "mean":
+        total = total / (target != ignore_index).sum()
+    return total.float()
 
 
 def linear_cross_entropy_gradients(
@@ -168,7 +175,7 @@ def linear_cross_entropy_gradients(
                 torch.mm(part.T, hidden[start:stop], out=total)
             else:
                 _product_into(total, part.T, hidden[start:stop])
-    loss = losses.sum() * scale if rows else scale * 0
+    loss = _total(losses, target, ignore_index, reduction)
     return loss, grad_hidden, None if total is None else total.to(weight.dtype)
 
 

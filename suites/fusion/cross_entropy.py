@@ -1,0 +1,18 @@
+"""Workloads of cross_entropy: Llama-3's vocabulary over a batch of tokens, with and without label smoothing."""
+
+from typing import Any
+
+_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "tokens": 16, "vocabulary": 8192, "smoothing": 0.0}
+_LARGE: dict[str, Any] = {"dtype": "bfloat16", "tokens": 8192, "vocabulary": 128256, "smoothing": 0.0}
+
+WORKLOADS = [
+    {**_SMOKE, "name": "smoke_fwd", "direction": "forward"},
+    {**_SMOKE, "name": "smoke_bwd", "direction": "backward"},
+    {**_SMOKE, "name": "smoke_odd", "dtype": "float16", "tokens": 7, "vocabulary": 1001, "smoothing": 0.1}
+    | {"direction": "both"},
+    {**_LARGE, "name": "128k_fwd", "tier": "quick", "direction": "forward"},
+    {**_LARGE, "name": "128k_bwd", "tier": "quick", "direction": "backward"},
+    {**_LARGE, "name": "128k_both", "tier": "full", "direction": "both"},
+    {**_LARGE, "name": "smoothed_both", "tier": "full", "smoothing": 0.1, "direction": "both"},
+    {**_LARGE, "name": "32k_both", "tier": "full", "tokens": 32768, "vocabulary": 32000, "direction": "both"},
+]

@@ -1,0 +1,16 @@
+"""Workloads of linear_cross_entropy: the head of Llama-3-8B over a batch of tokens."""
+
+from typing import Any
+
+_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "tokens": 16, "width": 64, "vocabulary": 4096}
+_LARGE: dict[str, Any] = {"dtype": "bfloat16", "tokens": 8192, "width": 4096, "vocabulary": 128256}
+
+WORKLOADS = [
+    {**_SMOKE, "name": "smoke_fwd", "direction": "forward"},
+    {**_SMOKE, "name": "smoke_both", "direction": "both"},
+    {**_SMOKE, "name": "smoke_odd", "dtype": "float16", "tokens": 7, "width": 33, "vocabulary": 1001}
+    | {"direction": "both"},
+    {**_LARGE, "name": "8k_both", "tier": "quick", "direction": "both"},
+    {**_LARGE, "name": "8k_fwd", "tier": "full", "direction": "forward"},
+    {**_LARGE, "name": "32k_both", "tier": "full", "tokens": 32768, "vocabulary": 32000, "direction": "both"},
+]
