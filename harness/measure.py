@@ -23,6 +23,7 @@ from harness import memory, opcase
 from harness.check import Verdict, judge, judge_scored
 from harness.clock import WallClock, clock_for, inner_calls
 from harness.conditions import Conditions, watch_device
+from harness.energy import energy_per_run
 from harness.entry import Entry, UndeclaredChange, first_line, here_of, module_bytes, tensor_bytes
 from harness.errors import PairbenchError
 from harness.job import Events, MeasureJob
@@ -265,6 +266,18 @@ class Measurement:
                 break
         for entry in entries:
             self._keep(entry, series[entry.name], clocks[entry.name], conditions, span)
+            self._energy(entry, series[entry.name])
+
+    def _energy(self, entry: Entry, series: Series) -> None:
+        """Joules of one run, where a full measurement has the device to itself and NVML counts."""
+        wanted = self.workload.tier == "full" and self.device.type == "cuda" and self.agreement.world == 1
+        if not wanted or entry.case is None or entry.variant.changes or self.pair.kind == "serve":
+            return
+        self.events.begin(self.workload.name, entry.name, "energy")
+        watch = watch_device(self._watched())
+        joules = energy_per_run(entry.case.run, self._fence, watch, sorted(series.values)[len(series.values) // 2])
+        if joules is not None:
+            entry.parts["counters"] = {**entry.parts.get("counters", {}), "energy": joules}
 
     def _watched(self) -> str:
         return f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
