@@ -90,9 +90,12 @@ def checked(candidate: Candidate, causal: bool, device: torch.device, shape: tup
     exact = run(lambda q, k, v: plain_attention(q, k, v, mask), torch.float64)
     plain = run(lambda q, k, v: plain_attention(q, k, v, mask), dtype)
     got = run(lambda q, k, v: flash_attention(q, k, v, causal=problem.right == 0, config=candidate.config), dtype)
+    # Over few rows the plain formula's error on one gradient may be small by luck: pool the three.
+    largest = {name: truth.abs().max().item() for name, truth in exact.items()}
+    pooled = max((plain[name] - truth).abs().max().item() / largest[name] for name, truth in exact.items())
     for name, truth in exact.items():
         worst = (got[name] - truth).abs().max().item()
-        bound = max(2 * (plain[name] - truth).abs().max().item(), UNIT[dtype] * truth.abs().max().item())
+        bound = max(2 * pooled, UNIT[dtype]) * largest[name]
         if not worst <= bound:
             return f"wrong: {name} off by {worst:.3g}, allowed {bound:.3g}"
     return "right"
@@ -165,7 +168,7 @@ def survey_group(group: str, args: argparse.Namespace) -> list[Row]:
             try:
                 if cuda and capability == (9, 0):
                     compiled(candidate, causal, row)
-                row.check = checked(candidate, causal, device, (2, 3, 333, 517) if cuda else (1, 1, 21, 37))
+                row.check = checked(candidate, causal, device, (2, 3, 333, 517) if cuda else (1, 2, 33, 61))
             except Exception as error:
                 row.check = f"error: {type(error).__name__}: {str(error).splitlines()[0][:90]}"
             if row.check == "right" and cuda:
