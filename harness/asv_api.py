@@ -83,7 +83,7 @@ def written_in(suite: Path) -> set[str]:
 
 
 def _run(technique: str, raws: Sequence[Mapping[str, Any]], store: str | None) -> Sequence[Mapping[str, Any]]:
-    from harness.asv_machine import CarriedMachine
+    from harness.asv_machine import CarriedMachine, Unwatched
     from harness.commands.options import device
     from harness.plan import Request
     from harness.report import Reporter
@@ -104,7 +104,8 @@ def _run(technique: str, raws: Sequence[Mapping[str, Any]], store: str | None) -
         path = Path(folder) / "workloads.json"
         path.write_text(json.dumps(list(raws), allow_nan=False), encoding="utf-8")
         request = Request(names=(technique,), tier=highest, workload_file=path)
-        return Session(request, options, Reporter(quiet_table=True), watch=CarriedMachine).run().records
+        watch = Unwatched if mode == "quick" else CarriedMachine
+        return Session(request, options, Reporter(quiet_table=True), watch=watch).run().records
 
 
 def _flat(records: Sequence[Mapping[str, Any]]) -> dict[str, float | str]:

@@ -6,7 +6,7 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 * a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
 * with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
 * n/a never takes the place of a number that the same commit has already;
-* the names of existing environments hold no path of this machine.
+* results of existing environments hold no path of this machine, and what is on PYTHONPATH is found there too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from asv.commands.find import Find
 from asv.commands.run import Run
 from asv.commands.show import Show
 from asv.console import log
-from asv.environment import ExistingEnvironment, get_environments, is_existing_only
+from asv.environment import ExistingEnvironment, get_environments
 from asv.machine import Machine, MachineCollection
 from asv.repo import get_repo
 from asv.results import Results
@@ -43,6 +44,7 @@ from harness.gitfacts import git_facts
 facts = git_facts()
 print(json.dumps({"commit": facts.commit, "dirty": facts.dirty, "changed": facts.changed, "reason": facts.reason}))
 """
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def setup() -> None:
@@ -63,7 +65,7 @@ def setup() -> None:
     for command in (Compare, Show):
         _wrap(command, lambda conf, args: _prefer_machine(gpu, conf, args))
     _keep_numbers()
-    ExistingEnvironment.name = property(lambda env: f"existing-py{env.python}-{tier()}")
+    _name_existing()
 
 
 def _wrap(command: Any, before: Callable[[Any, Any], None]) -> None:
@@ -77,8 +79,11 @@ def _wrap(command: Any, before: Callable[[Any, Any], None]) -> None:
 
 
 def _before_measuring(conf: Any, args: Any) -> None:
-    if getattr(args, "set_commit_hash", None):
-        _refuse_other_code(conf, args)
+    existing = [e for e in get_environments(conf, args.env_spec, verbose=False) if isinstance(e, ExistingEnvironment)]
+    if existing and os.environ.get("PYTHONPATH"):
+        os.environ.setdefault("ASV_PYTHONPATH", os.environ["PYTHONPATH"])  # asv takes PYTHONPATH away from benchmarks
+    if existing and getattr(args, "set_commit_hash", None):
+        _refuse_other_code(conf, args, existing)
     if getattr(args, "quick", False):
         conf.results_dir = str(Path(conf.env_dir).parent / "quick")
         os.environ[MODE] = "quick"
@@ -87,11 +92,8 @@ def _before_measuring(conf: Any, args: Any) -> None:
         os.environ[MODE] = "dry"
 
 
-def _refuse_other_code(conf: Any, args: Any) -> None:
+def _refuse_other_code(conf: Any, args: Any, environments: Sequence[Any]) -> None:
     """Raises UserError: what would be measured is not, or not only, the commit that it would be stored under."""
-    environments = list(get_environments(conf, args.env_spec, verbose=False))
-    if not is_existing_only(environments):
-        return
     wanted = get_repo(conf).get_hash_from_name(args.set_commit_hash)
     for environment in environments:
         facts = json.loads(environment.run(["-c", ASK]))
@@ -106,6 +108,17 @@ def _refuse_other_code(conf: Any, args: Any) -> None:
             )
 
 
+def _name_existing() -> None:
+    original = ExistingEnvironment.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self._python = util.check_output([self._executable, "-c", VERSION]).strip()
+
+    ExistingEnvironment.__init__ = init
+    ExistingEnvironment.name = property(lambda env: f"existing-py{env.python}-{tier()}")
+
+
 def _name_the_machine(gpu: str) -> None:
     Machine.hardcoded_machine_name = gpu
     original = Machine.load.__func__
@@ -115,7 +128,9 @@ def _name_the_machine(gpu: str) -> None:
         try:
             MachineCollection.load(name, _path=path)
         except util.UserError:
-            MachineCollection.save(name, {**Machine.get_defaults(), "machine": name}, _path=path)
+            # Each of these is a parameter of a series to asv: a kernel's release would end all of them.
+            facts = {**Machine.get_defaults(), "machine": name, "os": platform.system()}
+            MachineCollection.save(name, facts, _path=path)
         return original(cls, *args, **{**kwargs, "machine_name": name})
 
     Machine.load = classmethod(load)
