@@ -84,7 +84,7 @@ def overview(history: History, **filters: Any) -> list[Row]:
     for (technique, gpu), group in sorted(groups.items()):
         own = [row for row in group if row["variant"] == "optimized"] or group
         head = max(own, key=lambda row: (row["rank"] or 0, row["time"]))
-        ranks = newest[gpu]["commit_ranks"] if gpu in newest else []
+        ranks = (newest[gpu]["commit_ranks"] if gpu in newest else None) or []  # None: dirty trees only
         behind = sum(1 for rank in ranks if rank > (head["rank"] if head["rank"] is not None else -1))
         statuses: dict[str, int] = {}
         for row in own:

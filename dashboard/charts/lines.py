@@ -1,0 +1,214 @@
+"""Series over commits: intervals, gaps, changes, stack changes, and what each point takes to be measured again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import plotly.graph_objects as go
+
+from dashboard.text import cut, esc, hover, short
+from dashboard.theme import DASHES, GREY, LINES, SYMBOLS, VERDICTS, layout
+from harness.metric_names import METRICS
+from harness.regress.attribution import reproduce
+from harness.regress.present import change
+from harness.tables import amount, seconds, size
+
+Point = dict[str, Any]
+STACK = ("torch", "triton", "cuda", "driver", "machine", "power_limit_w")
+
+
+@dataclass
+class Line:
+    """One series to draw: its name, its points in commit order, its changes (as verdicts hold them)."""
+
+    name: str
+    points: list[dict[str, Any]]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    metric: str = "latency"
+
+
+def say(metric: str, value: float, unit: str | None = None) -> str:
+    """A value in units that a person reads."""
+    plain = METRICS[metric].unit
+    if plain == "s":
+        return seconds(value)
+    if plain == "B":
+        return size(value)
+    return f"{value:.3f}×" if metric.startswith("speedup") else amount(value, unit or plain)
+
+
+def axis(lines: Sequence[Line]) -> list[Point]:
+    """One point for each commit that any line has, in commit order."""
+    found: dict[tuple[int, str], Point] = {}
+    for line in lines:
+        for point in line.points:
+            found.setdefault((point["rank"], str(point["commit"])), point)
+    return [found[key] for key in sorted(found)]
+
+
+def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | None = None) -> go.Figure:
+    """The lines over commits, evenly spaced.
+
+    Args:
+        normalised: each line over the median of its own first five judged points.
+        shown: first and last place on the axis to look at.
+    """
+    commits = axis(lines)
+    place = {str(point["commit"]): at for at, point in enumerate(commits)}
+    first, last = shown or (0, len(commits) - 1)
+    fig = go.Figure()
+    for at, line in enumerate(lines):
+        look = (LINES[at % len(LINES)], SYMBOLS[at % len(SYMBOLS)], DASHES[(at // len(LINES)) % len(DASHES)])
+        scale = _scale(line.points) if normalised else 1.0
+        inside = [p for p in line.points if first <= place[str(p["commit"])] <= last]
+        fig.add_traces(_line(line, inside, place, look, scale, at, len(commits)))
+        fig.add_traces(_changes(line, place, scale, (first, last)))
+    for at, words in stack_changes(lines, place):
+        if first <= at <= last:
+            fig.add_vline(x=at - 0.5, line={"color": GREY, "dash": "dot", "width": 1})
+            fig.add_trace(_stack_mark(at - 0.5, words, lines))
+    better = METRICS[lines[0].metric].better if lines else "lower"
+    title = METRICS[lines[0].metric].title if lines else ""
+    unit = "relative to its start" if normalised else _unit(lines)
+    ticks = list(range(first, last + 1, max(1, (last - first + 1) // 8)))
+    fig.update_layout(**layout(height=480, dragmode="select", selectdirection="h"))
+    fig.update_xaxes(
+        title="commits, oldest first", range=[first - 0.7, last + 0.7], tickvals=ticks,
+        ticktext=[esc(short(commits[n]["commit"])[:7]) for n in ticks], showgrid=False,
+    )  # fmt: skip
+    fig.update_yaxes(title=f"{esc(title)}, {esc(unit)} ({better} is better)", automargin=True,
+                     exponentformat="SI")  # fmt: skip
+    return fig
+
+
+def _unit(lines: Sequence[Line]) -> str:
+    return next((str(point["unit"]) for line in lines for point in line.points), "")
+
+
+def _scale(points: Sequence[Point]) -> float:
+    values = sorted(p["value"] for p in [p for p in points if p["judged"]][:5] or points[:5])
+    return float(values[len(values) // 2]) if values and values[len(values) // 2] > 0 else 1.0
+
+
+def point_hover(line: Line, point: Point) -> str:
+    """What the box over a point says, its command last."""
+    low, high = point["low"], point["high"]
+    spread = "" if low is None else f" [{say(line.metric, low)}, {say(line.metric, high)}]"
+    marks = [] if point["judged"] else [f"not judged: {'dirty tree' if point['dirty'] else point['standing']}"]
+    return hover(
+        line.name,
+        f"{say(line.metric, point['value'], point['unit'])}{spread}, {point['n']} run(s)",
+        f"{short(point['commit'])} {point['subject'] or ''}",
+        point["date"] or point["first"],
+        " ".join(f"{name} {point[name]}" for name in ("torch", "triton", "driver") if point.get(name)),
+        *marks,
+        reproduce(point),
+    )
+
+
+def _line(
+    line: Line,
+    points: Sequence[Point],
+    place: Mapping[str, int],
+    look: tuple[str, str, str],
+    scale: float,
+    number: int,
+    width: int,
+) -> list[go.Scatter]:
+    colour, symbol, dash = look
+    x: list[float | None] = []
+    y: list[float | None] = []
+    up: list[float] = []
+    down: list[float] = []
+    texts: list[str] = []
+    marks: list[str] = []
+    custom: list[list[Any]] = []
+    previous: int | None = None
+    for point in points:
+        at = place[str(point["commit"])]
+        # Where other lines have commits and this one has none there is a gap, and the line says so by breaking.
+        if previous is not None and at - previous > max(1, width // 60):
+            x.append(at - 0.5)
+            y.append(None)
+            up.append(0.0)
+            down.append(0.0)
+            texts.append("")
+            marks.append(symbol)
+            custom.append([number, "", ""])
+        previous = at
+        value = point["value"]
+        x.append(at)
+        y.append(value / scale)
+        up.append(((point["high"] if point["high"] is not None else value) - value) / scale)
+        down.append((value - (point["low"] if point["low"] is not None else value)) / scale)
+        texts.append(point_hover(line, point))
+        marks.append(symbol if point["judged"] else f"{symbol}-open")
+        custom.append([number, str(point["commit"]), "dirty" if point["dirty"] else ""])
+    few = len(points) <= 150
+    return [
+        go.Scatter(
+            x=x, y=y, mode="lines+markers", name=esc(cut(line.name, 70)), connectgaps=False, customdata=custom,
+            line={"color": colour, "width": 1, "dash": dash},
+            marker={"color": colour, "symbol": marks, "size": 7 if few else 4},
+            error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour,
+                     "thickness": 1 if few else 0.6, "width": 2 if few else 0},
+            hovertext=texts, hoverinfo="text", legendgroup=str(number),
+        )
+    ]  # fmt: skip
+
+
+def _changes(line: Line, place: Mapping[str, int], scale: float, shown: tuple[int, int]) -> list[go.Scatter]:
+    by_commit = {str(point["commit"]): point for point in line.points}
+    groups: dict[str, list[tuple[int, float, str]]] = {}
+    for event in line.events:
+        point = by_commit.get(str(event["commit"]))
+        if point is None or not shown[0] <= place[str(event["commit"])] <= shown[1]:
+            continue
+        kind = "acknowledged" if event.get("acknowledged") else str(event["verdict"])
+        text = hover(
+            f"{event['kind']}: {event['verdict']} {change(event)}",
+            f"accepted: {event['acknowledged']}" if event.get("acknowledged") else None,
+            f"{short(event['commit'])} {event['subject'] or ''}",
+            f"recovered at {short(event['recovered'])}" if event.get("recovered") else None,
+            f"side: {event['side']}" if event.get("side") else None,
+            event["reproduce"],
+        )
+        groups.setdefault(kind, []).append((place[str(event["commit"])], point["value"] / scale, text))
+    return [
+        go.Scatter(
+            x=[x for x, _, _ in found], y=[y for _, y, _ in found], mode="markers", showlegend=False,
+            marker={"symbol": VERDICTS[kind].symbol, "size": 16, "color": VERDICTS[kind].colour,
+                    "line": {"width": 1, "color": "#FFFFFF"}},
+            hovertext=[text for _, _, text in found], hoverinfo="text", name=VERDICTS[kind].title,
+        )
+        for kind, found in groups.items()
+    ]  # fmt: skip
+
+
+def stack_changes(lines: Sequence[Line], place: Mapping[str, int]) -> list[tuple[int, str]]:
+    """Where torch, Triton, CUDA, driver, machine or power limit differ from the point before, in words."""
+    found: dict[int, dict[str, None]] = {}
+    for line in lines:
+        for old, new in zip(line.points, line.points[1:], strict=False):
+            for name in STACK:
+                if old.get(name) != new.get(name):
+                    words = f"{name.removesuffix('_w').replace('_', ' ')} {old.get(name)} → {new.get(name)}"
+                    found.setdefault(place[str(new["commit"])], {})[words] = None
+    return [(at, "; ".join(words)) for at, words in sorted(found.items())]
+
+
+def _stack_mark(at: float, words: str, lines: Sequence[Line]) -> go.Scatter:
+    """A mark on the axis that carries the words of a stack change."""
+    return go.Scatter(
+        x=[at], y=[1.0], yaxis="y2", mode="markers", showlegend=False, name="stack",
+        marker={"symbol": "line-ns-open", "size": 12, "color": GREY, "line": {"width": 2}},
+        hovertext=[hover("stack change", words)], hoverinfo="text", customdata=[[-1, "", ""]],
+    )  # fmt: skip
+
+
+def with_stack_axis(fig: go.Figure) -> go.Figure:
+    """Put the marks of stack changes at the upper edge, whatever the values are."""
+    fig.update_layout(yaxis2={"overlaying": "y", "range": [0, 1.02], "visible": False, "fixedrange": True})
+    return fig

@@ -1,0 +1,208 @@
+"""What all pages are made of: head with help, notes on the store's state, tables that download, links, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import streamlit as st
+
+from dashboard import address, glossary
+from dashboard.source import Judged, Source
+from dashboard.text import cut, to_csv
+from dashboard.theme import CONFIG
+from harness.history.engine import History
+
+TITLES: Mapping[str, tuple[str, str]] = {
+    "overview": ("Overview", "What pays, what broke, and when each GPU type was last measured."),
+    "technique": ("Technique", "What it promises, what was measured, and what limits it."),
+    "history": ("History", "Any series over the commits, with its changes."),
+    "regressions": ("Regressions", "What changed, by how much, since when, and whose doing it was."),
+    "compare": ("Compare", "Two commits, branches, GPU types or versions side by side."),
+    "serving": ("Serving", "Throughput against latency, waiting times, and goodput under your own SLO."),
+    "scaling": ("Scaling", "Speed and memory by number of ranks, beside the ideal."),
+    "runs": ("Runs", "Each run with its conditions, its failures and its machine."),
+}
+ICONS: Mapping[str, str] = {
+    "overview": ":material/grid_view:",
+    "technique": ":material/science:",
+    "history": ":material/timeline:",
+    "regressions": ":material/trending_down:",
+    "compare": ":material/compare_arrows:",
+    "serving": ":material/forum:",
+    "scaling": ":material/hub:",
+    "runs": ":material/list_alt:",
+}
+
+
+@dataclass
+class View:
+    """What a page is given: its name, the history, and the other pages to link to."""
+
+    name: str
+    source: Source
+    pages: Mapping[str, Any]
+
+    @property
+    def history(self) -> History:
+        """The open history."""
+        assert self.source.history is not None, "a page is drawn only over an open history"
+        return self.source.history
+
+
+def head(view: View) -> None:
+    """Title, one line on what the page is for, and help a click away."""
+    title, line = TITLES[view.name]
+    st.title(title, anchor=False)
+    st.caption(line)
+    with st.container(horizontal=True):
+        with st.popover("How to read this", icon=":material/help:"):
+            st.markdown(glossary.READING[view.name])
+        with st.popover("Glossary", icon=":material/menu_book:"):
+            st.markdown(glossary.markdown())
+
+
+def link(view: View, page: str, label: str, **changes: Any) -> None:
+    """A link to another page with the shared filters; ``label`` is ours, never text of the store."""
+    st.page_link(view.pages[page], label=label, icon=ICONS[page], query_params=address.query_for(page, **changes))
+
+
+def go_to(view: View, page: str, **changes: Any) -> None:
+    """Open another page with the shared filters."""
+    st.switch_page(view.pages[page], query_params=address.query_for(page, **changes))
+
+
+def plain(text: Any) -> None:
+    """Text of the store, as text."""
+    st.text(str(text))
+
+
+def nothing(what: str, why: str, do: str, command: str | None = None) -> None:
+    """An empty place says what is not there, why, and what to do. All but the command are our own words."""
+    st.info(f"**{what}** {why} {do}", icon=":material/inbox:")
+    if command:
+        st.code(command, language=None)
+
+
+def empty_store(view: View) -> None:
+    """The whole history has no measurement."""
+    nothing(
+        "The history is empty.",
+        "No record was found in the stores that are read:",
+        "Measure something, or name another store with `--store`.",
+        "pairbench run\npairbench dashboard --store FOLDER_OR_URL",
+    )
+    st.code("\n".join(view.source.urls()), language=None)
+
+
+def damage(view: View) -> None:
+    """What of the stores could not be read, and what to do about it."""
+    found = view.history.damage
+    if not found:
+        return
+    newer = [item for item in found if "newer than" in item.reason]
+    other = len(found) - len(newer)
+    if newer:
+        st.warning(
+            f"{len(newer)} record(s) were written by a newer pairbench and are not shown. Upgrade: "
+            "`pip install --upgrade pairbench`.",
+            icon=":material/update:",
+        )
+    if other:
+        st.warning(
+            f"{other} part(s) of the store could not be read and are not shown; everything else is. "
+            "`pairbench history verify` lists them; nothing is deleted by looking.",
+            icon=":material/broken_image:",
+        )
+    with st.expander("What could not be read"):
+        rows = [{"file": item.file, "line": item.line or None, "reason": item.reason} for item in found]
+        table(rows, "damage", height=240)
+
+
+def figure(
+    fig: go.Figure,
+    key: str,
+    select: str | None = None,
+    height: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """A figure over the whole width. ``select``: ``points`` or ``box``; the answer is then what was selected."""
+    if height is not None:
+        fig.update_layout(height=height)
+    settings = {**CONFIG, **(config or {})}
+    if select is None:
+        st.plotly_chart(fig, key=key, config=settings)
+        return None
+    modes = tuple(select.split("+"))
+    return st.plotly_chart(fig, key=key, on_select="rerun", selection_mode=modes, config=settings)
+
+
+def points_of(event: Any) -> list[Mapping[str, Any]]:
+    """The points that were selected in a figure."""
+    selection = getattr(event, "selection", None) or {}
+    return list(selection.get("points") or [])
+
+
+def newly(key: str, value: Any) -> bool:
+    """Whether a selection is another one than when this was asked last: an old one must not act again."""
+    before = st.session_state.get(f"seen {key}")
+    st.session_state[f"seen {key}"] = value
+    return value != before and bool(value)
+
+
+def table(
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    columns: Mapping[str, Any] | None = None,
+    height: int | None = None,
+    select: bool = False,
+    label: str = "Download as CSV",
+    order: Sequence[str] | None = None,
+) -> int | None:
+    """A table that sorts, searches and downloads. With ``select``, the place of the row that is selected."""
+    shown = list(order) if order is not None else list(dict.fromkeys(key for row in rows for key in row))
+    frame = pd.DataFrame([{key: _cell(row.get(key)) for key in shown} for row in rows], columns=shown)
+    more: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-row"} if select else {}
+    event = st.dataframe(
+        frame,
+        hide_index=True,
+        column_config={key: value for key, value in (columns or {}).items() if key in shown},
+        height=height if height is not None else min(36 * (len(rows) + 1) + 3, 420),
+        key=f"table {name}",
+        **more,
+    )
+    st.download_button(
+        label,
+        to_csv(rows, shown),
+        f"pairbench-{name}.csv",
+        "text/csv",
+        key=f"download {name}",
+        icon=":material/download:",
+        on_click="ignore",
+    )
+    if not select:
+        return None
+    picked = list(getattr(event, "selection", {}).get("rows") or [])
+    return picked[0] if picked and picked[0] < len(rows) else None
+
+
+def _cell(value: Any) -> Any:
+    return cut(value, 400) if isinstance(value, str) else value
+
+
+def command(text: str | None) -> None:
+    """A command to copy."""
+    if text:
+        st.code(text, language=None)
+
+
+def verdicts(view: View) -> Judged:
+    """The verdicts so far, with a word on those that still wait."""
+    found = view.source.judge()
+    if found.problem:
+        st.warning("The history could not be judged:", icon=":material/error:")
+        plain(found.problem)
+    return found

@@ -1,0 +1,65 @@
+"""Which series a view shows and what is known of their changes; shared by the history page and the snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dashboard.charts.lines import Line
+from dashboard.source import Judged
+from harness.history import query
+from harness.history.engine import History, Row
+from harness.history.query import SeriesKey
+from harness.metric_names import METRICS
+from harness.regress.attribution import reproduce
+from harness.regress.detect import detect
+from harness.regress.points import as_detector_points
+
+
+def name_of(key: SeriesKey, row: Row | None, several: Sequence[SeriesKey]) -> str:
+    """A series in a few words: what tells it from the others that are shown beside it."""
+    parts = [key.variant]
+    for attribute in ("technique", "gpu", "dtype", "ranks", "method", "clock", "cache"):
+        if len({getattr(other, attribute) for other in several}) > 1:
+            value = getattr(key, attribute)
+            parts.append(f"{value} ranks" if attribute == "ranks" else str(value))
+    if row is not None and len({other.workload_id for other in several}) > 1:
+        parts.append(str(row["workload"]))
+    return ", ".join(parts)
+
+
+def events_of(judged: Judged, key: SeriesKey, points: Sequence[Row]) -> list[dict[str, Any]]:
+    """The changes of a series: as judged where that is done, else found here without whose doing they were."""
+    for verdict in judged.verdicts:
+        if verdict.key == key:
+            return list(verdict.body.get("events") or [])
+    own = [point for point in points if point["judged"]]
+    if not own:
+        return []
+    report = detect(as_detector_points(own), METRICS[key.metric].better)
+    return [
+        {
+            "kind": event.kind,
+            "verdict": event.verdict,
+            "ratio": event.ratio,
+            "low": event.low,
+            "high": event.high,
+            "commit": own[event.index]["commit"],
+            "subject": own[event.index]["subject"],
+            "recovered": None if event.recovered_at is None else own[event.recovered_at]["commit"],
+            "side": None,
+            "acknowledged": None,
+            "reproduce": reproduce(own[event.index]),
+        }
+        for event in report.events
+    ]
+
+
+def line_of(
+    history: History, judged: Judged, key: SeriesKey, row: Row | None, several: Sequence[SeriesKey], all_points: bool
+) -> Line:
+    """A series ready to be drawn; without ``all_points`` only those that are judged."""
+    points = query.series(history, key)
+    events = events_of(judged, key, points)
+    kept = points if all_points else [point for point in points if point["judged"]]
+    return Line(name_of(key, row, several), kept, events, key.metric)

@@ -1,0 +1,191 @@
+"""The history behind the pages: opened once a process, followed by its stores' fingerprint, judged in the background.
+
+Nothing here imports Streamlit, so that the snapshot and the tests use it as the pages do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+from harness.errors import PairbenchError
+from harness.history.engine import History
+from harness.history.order import find_order_repository
+from harness.history.store import Store, stores_to_read
+from harness.regress.acknowledge import find_acknowledged
+from harness.regress.verdicts import Verdict, judge_within
+
+T = TypeVar("T")
+#: Seconds of judging between looks at what was judged, and the longest wait for a page that is being drawn.
+SLICE_S: Final = 4.0
+YIELD_S: Final = 1.5
+
+
+@dataclass
+class Judged:
+    """The verdicts so far. ``waiting`` counts pairs of technique and GPU type to go; ``problem`` why none can be."""
+
+    state: str = ""
+    verdicts: list[Verdict] = field(default_factory=list)
+    waiting: int = 0
+    problem: str | None = None
+    running: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is judged."""
+        return not self.running and self.waiting == 0
+
+
+class Source:
+    """What the pages read: a :class:`History` that follows its stores, and the verdicts on it.
+
+    Args:
+        store: folder or URL; None: the user's own history and the checkout's.
+        branch: whose line of commits is looked at.
+    """
+
+    def __init__(self, store: str | None = None, branch: str = "HEAD") -> None:
+        self.store, self.branch = store, branch
+        self.history: History | None = None
+        self.problem: str | None = None
+        #: The stores' fingerprint before they were read last: when it differs, there is something new.
+        self.state = ""
+        self.judged = Judged()
+        self._lock = threading.Lock()
+        self._drawing = 0
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def close(self) -> None:
+        """End judging, and let go of the history."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=10)
+        if self.history is not None:
+            self.history.close()
+
+    def urls(self) -> list[str]:
+        """The stores that are read, or would be."""
+        if self.history is not None:
+            return [store.url for store in self.history.stores]
+        return [self.store or "your own history and the checkout's"]
+
+    def refresh(self) -> None:
+        """Take in what is new. What goes wrong stands in ``problem``; what was read before is then shown on."""
+        with self._lock:
+            try:
+                if self.history is None:
+                    stores: list[Store] = stores_to_read(self.store)
+                    self.history = History(stores, find_order_repository(), self.branch)
+                now = self.history.state()
+                if now != self.state:
+                    self.history.refresh()
+                    self.state = now
+                self.problem = None
+            except PairbenchError as err:
+                self.problem = str(err)
+
+    def is_new(self) -> bool:
+        """Whether the stores hold something that was not read yet."""
+        try:
+            return self.history is not None and self.history.state() != self.state
+        except PairbenchError:
+            return False  # the next refresh says what is wrong
+
+    def once(self, name: str, compute: Callable[[History], T]) -> T:
+        """An answer, kept until the history changes."""
+        if self.history is None:
+            raise PairbenchError(self.problem or "the history is not open")
+        return self.history.once(f"dashboard {name}", compute)
+
+    def drawing(self) -> _Drawing:
+        """A context in which a page is drawn: judging waits for it."""
+        return _Drawing(self)
+
+    def judge(self) -> Judged:
+        """The verdicts so far; judging goes on in the background until there are all."""
+        with self._lock:
+            busy = self._thread is not None and self._thread.is_alive()
+            fresh = self.judged.state == self.state
+            if self.history is not None and not busy and not (fresh and self.judged.whole):
+                if not fresh:
+                    self.judged = Judged(self.state, self.judged.verdicts, 0, None, True)
+                self._thread = threading.Thread(target=self._judge, args=(self.history, self.state), daemon=True)
+                self._thread.start()
+            return self.judged
+
+    def judge_now(self) -> Judged:
+        """All verdicts, waited for."""
+        while True:
+            found = self.judge()
+            if found.whole or self.history is None:
+                return found
+            time.sleep(0.05)
+
+    def _judge(self, history: History, state: str) -> None:
+        while True:
+            try:
+                repository = history.repository.top if history.repository is not None else None
+                verdicts, waiting = judge_within(SLICE_S, history, None, find_acknowledged(repository), self._pause)
+                found = Judged(state, verdicts, waiting, None, waiting > 0)
+            except _Stopped:
+                return
+            except PairbenchError as err:
+                found = Judged(state, [], 0, str(err), False)
+            except ModuleNotFoundError as err:
+                found = Judged(state, [], 0, f"verdicts need {err.name}: pip install 'pairbench[history]'", False)
+            self.judged = found
+            if not found.running or self.state != state:
+                return
+
+    def _pause(self, done: int, total: int) -> None:
+        """Between two groups of series: a page that is being drawn goes first."""
+        if self._stop.is_set():
+            raise _Stopped
+        until = time.monotonic() + YIELD_S
+        while self._drawing and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+class _Stopped(Exception):
+    """Judging is no longer wanted."""
+
+
+class _Drawing:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __enter__(self) -> None:
+        self._source._drawing += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._source._drawing -= 1
+
+
+_SOURCES: dict[tuple[str | None, str], Source] = {}
+_SOURCES_LOCK = threading.Lock()
+
+
+def open_source(store: str | None, branch: str = "HEAD") -> Source:
+    """The source of a store, shared by everybody who looks at it in this process, and refreshed."""
+    with _SOURCES_LOCK:
+        source = _SOURCES.setdefault((store, branch), Source(store, branch))
+    source.refresh()
+    return source
+
+
+def close_sources() -> None:
+    """Forget all of them."""
+    with _SOURCES_LOCK:
+        for source in _SOURCES.values():
+            source.close()
+        _SOURCES.clear()
+
+
+# A thread that is inside DuckDB or NumPy when the interpreter goes would take the process down with a message.
+atexit.register(close_sources)

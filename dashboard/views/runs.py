@@ -1,0 +1,182 @@
+"""Runs: each with its conditions, its sentinel, its failures and their logs, and the machine's ceilings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from dashboard import address, parts, queries
+from dashboard.text import short
+from dashboard.theme import LOOKS, signed
+from harness.history.engine import Row
+from harness.tables import amount, seconds
+
+MOST_LOGS = 20
+
+
+def render(view: parts.View) -> None:
+    """The page."""
+    rows = view.source.once("runs", queries.all_runs)
+    if not rows:
+        return
+    with st.container(horizontal=True):
+        gpu = address.choose("GPU type", "gpu", sorted({row["gpu"] for row in rows}))
+        broken = address.switch("Only with failures", "broken", False)
+    shown = [row for row in rows if gpu in (None, row["gpu"]) and (not broken or _failed(row))]
+    if not shown:
+        parts.nothing("No run fits.", "There is none on this GPU type, or none with failures.", "Take filters away.",
+                      None if broken else "pairbench run")  # fmt: skip
+        return
+    if len(rows) == 1000:
+        st.caption("The newest 1000 runs are listed.")
+    picked = parts.table([_row(row) for row in shown], "runs", select=True)
+    if picked is not None and parts.newly("run row", shown[picked]["run"]):
+        address.put("run", shown[picked]["run"])
+    run = address.get("run") or shown[0]["run"]
+    row = next((candidate for candidate in rows if candidate["run"] == run), None)
+    if row is None:
+        parts.nothing("There is no such run.", "The address names one that is not in this history.",
+                      "Select a row of the table.")  # fmt: skip
+        return
+    _run(view, row)
+
+
+def _failed(row: Row) -> int:
+    return sum(count for status, count in row["statuses"].items() if status not in ("passed", "skipped", "unsettled"))
+
+
+def _row(row: Row) -> dict[str, Any]:
+    moved = {True: "▼ moved", False: "● still", None: "– not read"}[row["moved"]]
+    return {
+        "run": row["run"],
+        "GPU type": row["gpu"],
+        "began": row["first"],
+        "commit": short(row["commit"]) + (" dirty" if row["dirty"] else ""),
+        "subject": row["subject"] or "",
+        "branch": row["branch"] or "",
+        "standing": row["standing"],
+        "records": row["records"],
+        "states": ", ".join(f"{signed(status)} {count}" for status, count in sorted(row["statuses"].items())),
+        "sentinel": moved,
+        "torch": row["torch"] or "",
+        "triton": row["triton"] or "",
+        "driver": row["driver"] or "",
+        "machine": row["machine"],
+        "power limit, W": row["power_limit_w"],
+        "CI job": row["ci_url"] or "",
+    }
+
+
+def _run(view: parts.View, row: Row) -> None:
+    run = row["run"]
+    st.subheader("Selected run", anchor="run")
+    parts.plain(f"{run} on {row['gpu']} ({row['machine']}), {short(row['commit'])} {row['subject'] or ''}")
+    parts.command(f"pairbench show {run}")
+    lines = view.source.once(f"run {run}", lambda history: history.lines("run = ?", [run]))
+    _sentinel([line for line in lines if line["type"] == "sentinel"])
+    records = [line for line in lines if line["type"] == "measurement"]
+    _failures([record for record in records if record["status"] not in ("passed", "skipped")])
+    st.subheader("Conditions of each measurement", anchor="conditions")
+    if records:
+        parts.table([_conditions(record) for record in records], "conditions")
+    else:
+        parts.nothing("This run has no measurement.", "It was stopped before the first, or everything was refused.", "")
+    _machine(
+        [line for line in lines if line.get("ceilings")], next((r.get("host") for r in records if r.get("host")), {})
+    )
+
+
+def _sentinel(lines: Sequence[Mapping[str, Any]]) -> None:
+    st.subheader("Sentinel", anchor="sentinel")
+    if not lines:
+        parts.nothing("No sentinel was read.", "Whether the machine stayed as it was is not known.", "")
+        return
+    parts.table(
+        [
+            {
+                "when": line.get("when"),
+                "product": seconds(line["reading"]["matmul_s"]) if line.get("reading", {}).get("matmul_s") else "",
+                "copy": seconds(line["reading"]["copy_s"]) if line.get("reading", {}).get("copy_s") else "",
+                "moved": "▼ moved" if line.get("moved") else "● still",
+                "why": line.get("reason") or "",
+            }
+            for line in lines
+        ],
+        "sentinel",
+    )
+
+
+def _failures(records: Sequence[Mapping[str, Any]]) -> None:
+    st.subheader("Failures and their logs", anchor="failures")
+    if not records:
+        st.caption(f"{LOOKS['passed'].sign} None: what was tried passed.")
+        return
+    parts.table(
+        [
+            {"status": signed(r["status"]), "technique": r["technique"], "workload": r["workload"],
+             "variant": r["variant"], "dtype": r["dtype"], "ranks": r["ranks"], "reason": r["reason"] or "",
+             "reproduce": r.get("reproduce") or ""}
+            for r in records
+        ],
+        "failures",
+    )  # fmt: skip
+    logs = [record for record in records if record.get("traceback")]
+    for at, record in enumerate(logs[:MOST_LOGS]):
+        with st.expander(f"Log {at + 1} of {len(logs)}"):
+            parts.plain(f"{record['technique']} {record['workload']} {record['variant']}: {record['status']}")
+            st.code(str(record["traceback"]), language=None)
+            parts.command(record.get("reproduce"))
+
+
+def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
+    found = record.get("conditions") or {}
+    samples, gpu, host = record.get("samples") or {}, found.get("gpu") or {}, found.get("host") or {}
+    known = {"available", "reason", "throttled", "contended", "why", "host", "gpu", "unfit"}
+    return {
+        "technique": record["technique"],
+        "workload": record["workload"],
+        "variant": record["variant"],
+        "status": signed(record["status"]),
+        "throttled": _said(found, "throttled"),
+        "contended": _said(found, "contended"),
+        "why": "; ".join(found.get("why") or []) or found.get("reason") or "",
+        "clock": samples.get("clock") or "",
+        "cache": samples.get("cache") or "",
+        "samples": len(samples.get("values") or []) or None,
+        "settled": _said(samples, "settled"),
+        "other cores": host.get("other_cores"),
+        "GPU": json.dumps(gpu) if gpu else "",
+        "more": json.dumps({k: v for k, v in found.items() if k not in known} or None) if found else "",
+    }
+
+
+def _said(found: Mapping[str, Any], name: str) -> str:
+    value = found.get(name)
+    return (
+        "" if value is None else "▼ yes" if value and name != "settled" else "● no" if name != "settled" else str(value)
+    )
+
+
+def _machine(lines: Sequence[Mapping[str, Any]], host: Mapping[str, Any] | None) -> None:
+    st.subheader("Machine and its ceilings", anchor="machine")
+    if host:
+        parts.table([{"what": name, "is": str(value)} for name, value in host.items() if value is not None], "host")
+    if not lines:
+        parts.nothing("No ceilings.", "This run carries none.", "Measure them on that machine:", "pairbench machine")
+        return
+    ceilings = lines[-1]["ceilings"]
+    rates = [("copy, read and written", ceilings.get("copy"), "B/s"), ("read alone", ceilings.get("read"), "B/s")]
+    rates += [(f"product {dtype}", rate, "FLOP/s") for dtype, rate in sorted((ceilings.get("matmul") or {}).items())]
+    rates += [("host to device", ceilings.get("host_to_device"), "B/s"),
+              ("device to host", ceilings.get("device_to_host"), "B/s"),
+              ("link", ceilings.get("link"), "B/s")]  # fmt: skip
+    rows = [
+        {"ceiling": name, "measured": amount(value, unit) if value else "not measured"} for name, value, unit in rates
+    ]
+    rows += [{"ceiling": title, "measured": seconds(ceilings[key]) if ceilings.get(key) else "not measured"}
+             for title, key in (("launch, eager", "launch_eager"), ("launch, in a graph", "launch_graph"))]  # fmt: skip
+    rows += [{"ceiling": name, "measured": f"refused: {why}"} for name, why in (ceilings.get("refused") or {}).items()]
+    parts.table(rows, "ceilings")
