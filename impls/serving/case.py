@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class ServeCase:
     """
 
     def __init__(self, workload: Workload, ctx: Context, config: EngineConfig) -> None:
-        self.config = config
+        # On a GPU the host's work hides behind the device's; on a CPU there is nothing to hide behind.
+        self.config = config = replace(config, lookahead=ctx.device.type == "cuda")
         self.recorder = Recorder()
         self.runner = ModelRunner(model_for(workload, ctx), config)
         self.engine = Engine(self.runner, config, recorder=self.recorder)

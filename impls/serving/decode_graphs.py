@@ -16,6 +16,8 @@ from torch import Tensor
 
 from impls.serving.kernel_attend import KernelAttend
 from impls.serving.paged_cache import Layout
+from impls.serving.pending import fill_pending
+from impls.serving.request import PENDING
 from impls.serving.scheduler import Chunk
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ class DecodeGraphs:
         self.largest = runner.config.max_running
         self.sizes = buckets(self.largest)
         device = runner.device
-        # Token, position, slot, length, table row: one copy brings a whole step to the device.
-        self.host = torch.zeros(5, self.largest, dtype=torch.int64, pin_memory=True)
-        self.view = self.host.numpy()
-        self.inputs = torch.zeros(5, self.largest, dtype=torch.int64, device=device)
-        self.inputs[2] = -1
+        # Token, position, slot, length, table row, row of a pending token: one copy brings a step to the device. The
+        # host writes the next step's numbers while this one's may still be on their way, so there are two of them.
+        self.hosts = [torch.zeros(6, self.largest, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        self.inputs = torch.zeros(6, self.largest, dtype=torch.int64, device=device)
+        self.inputs[[2, 5]] = -1
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         pool: Any = None
         for size in reversed(self.sizes):
@@ -65,7 +67,8 @@ class DecodeGraphs:
     def _forward(self, size: int) -> Tensor:
         """Logits of ``size`` decode rows from the static inputs."""
         runner = self.runner
-        tokens, positions, slots, lengths, rows = (column[:size] for column in self.inputs)
+        known, positions, slots, lengths, rows, pending = (column[:size] for column in self.inputs)
+        tokens = fill_pending(known, pending, runner.drawn)
         layout = Layout(
             slots_T=slots,
             tables_BN=runner.tables.device[rows],
@@ -87,7 +90,8 @@ class DecodeGraphs:
         count = len(chunks)
         size = next(size for size in self.sizes if size >= count)
         page = self.runner.config.block_size
-        view = self.view
+        self.hosts.reverse()
+        view = self.hosts[0].numpy()
         for row, chunk in enumerate(chunks):
             sequence, place = chunk.sequence, chunk.start
             view[0, row] = sequence.tokens[place]
@@ -95,10 +99,10 @@ class DecodeGraphs:
             view[2, row] = sequence.blocks[place // page] * page + place % page
             view[3, row] = place + 1
             view[4, row] = self.runner.tables.row(sequence)
-        view[:, count:size] = np.array([[0], [0], [-1], [0], [0]])
+            view[5, row] = self.runner.drawn_rows[sequence] if sequence.tokens[place] == PENDING else -1
+        view[:, count:size] = np.array([[0], [0], [-1], [0], [0], [-1]])
         self.runner.tables.sync()
-        # The step's tokens are read back before the next step, so the pinned rows are free by then.
-        self.inputs[:, :size].copy_(self.host[:, :size], non_blocking=True)
+        self.inputs.copy_(self.hosts[0], non_blocking=True)
         graph, logits = self.graphs[size]
         graph.replay()
         if all(chunk.samples for chunk in chunks):

@@ -15,13 +15,12 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from impls.serving.recorder import Recorder
-from impls.serving.request import Limits, Request, Sequence, State
-from impls.serving.scheduler import Chunk, EngineConfig, Scheduler, Step
+from impls.serving.request import PENDING, Limits, Request, Sequence, State
+from impls.serving.scheduler import EngineConfig, Scheduler, Step
 
 #: A runner's token for a sequence whose logits were not numbers.
 NOT_A_TOKEN = -1
@@ -35,16 +34,15 @@ class Runner(Protocol):
         """Token ids are below this."""
         ...
 
-    def execute(self, step: Step) -> list[int]:
-        """Moves blocks, runs the chunks, and gives one token for each chunk that samples, in their order."""
+    def launch(self, step: Step) -> Callable[[], list[int]]:
+        """Moves blocks and starts the chunks; what it returns waits for one token a chunk that samples, in their order.
+
+        A token that is PENDING in a sequence is the one that the last launch drew for it.
+        """
         ...
 
     def forget(self, sequence: Sequence) -> None:
         """Its blocks are no longer its own."""
-        ...
-
-    def wipe(self, blocks: Items[int]) -> None:
-        """What these blocks hold is not numbers: overwrite it, since what a mask hides is still multiplied by zero."""
         ...
 
 
@@ -60,6 +58,16 @@ class Output:
     token: int | None = None
     finished: str | None = None
     reason: str = ""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched: the sequences that draw a token in it, each with the place that the token will have."""
+
+    step: Step
+    collect: Callable[[], list[int]]
+    began: float
+    draws: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Engine:
@@ -96,6 +104,8 @@ class Engine:
         )
         self._sequences: dict[str, Sequence] = {}
         self._outbox: list[Output] = []
+        self._flight: Flight | None = None
+        self._landed = 0.0
         self.counters: Counter[str] = Counter()
         if self.recorder is not None:
             self.recorder.begin()
@@ -104,7 +114,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is left to run or to report."""
-        return not self._sequences and not self._outbox
+        return not self._sequences and not self._outbox and self._flight is None
 
     @property
     def now(self) -> float:
@@ -148,22 +158,44 @@ class Engine:
         step = self.scheduler.schedule()
         for sequence in step.preempted:
             self.runner.forget(sequence)
-        if not step.chunks:
-            return outputs
-        began = self.clock()
-        tokens = iter(self.runner.execute(step))
-        now = self.now
+        landing, self._flight = self._flight, self._launch(step) if step.chunks else None
+        if not self.config.lookahead and self._flight is not None:
+            landing, self._flight = self._flight, None
+        if landing is not None:
+            outputs.extend(self._land(landing))
+        return outputs
+
+    def _launch(self, step: Step) -> Flight:
+        began = self.now
+        flight = Flight(step, self.runner.launch(step), began)
         self._count(step)
         for chunk in step.chunks:
+            sequence = chunk.sequence
+            finished = self.scheduler.advance(chunk, PENDING if chunk.samples else None)
             if chunk.samples:
-                outputs.append(self._take(chunk, next(tokens), now))
-            else:
-                self.scheduler.advance(chunk, None)
+                flight.draws.append((sequence, len(sequence.tokens) - 1))
+            if finished is not None:
+                # Complete by its length, whatever the token is. Its blocks may go to others at once: the device
+                # runs launches in order, so that nobody writes to them before this one has read them.
+                self.scheduler.finish(sequence)
+                self.runner.forget(sequence)
+        return flight
+
+    def _land(self, flight: Flight) -> list[Output]:
+        tokens = flight.collect()
+        now = self.now
+        outputs = []
+        for (sequence, place), token in zip(flight.draws, tokens, strict=True):
+            # Who was cancelled or ended on a stop token meanwhile gets nothing more.
+            if self._sequences.get(sequence.id) is sequence:
+                outputs.append(self._take(sequence, place, token, now))
         if self.recorder is not None:
-            decodes = sum(chunk.length == 1 for chunk in step.chunks)
-            self.recorder.stepped(step.tokens - decodes, decodes, self._start + now - began)
+            decodes = sum(chunk.length == 1 for chunk in flight.step.chunks)
+            seconds = now - max(flight.began, self._landed)
+            self.recorder.stepped(flight.step.tokens - decodes, decodes, seconds)
             self.recorder.sample(now, self.scheduler.blocks.use, len(self.scheduler.running))
             self.recorder.slots = (self.scheduler.blocks.slots_reserved, self.scheduler.blocks.slots_held)
+        self._landed = now
         return outputs
 
     def stream(self, request: Request) -> Iterator[int]:
@@ -213,14 +245,13 @@ class Engine:
                 if on_output is not None:
                     on_output(output)
 
-    def _take(self, chunk: Chunk, token: int, now: float) -> Output:
-        sequence = chunk.sequence
+    def _take(self, sequence: Sequence, place: int, token: int, now: float) -> Output:
         if token == NOT_A_TOKEN:
             reason = "the model's logits are not finite"
-            self.runner.wipe(sequence.blocks)
             self._end(sequence, "failed", reason, now)
             return Output(sequence.id, finished="failed", reason=reason)
-        finished = self.scheduler.advance(chunk, token)
+        sequence.tokens[place] = token
+        finished = sequence.finish_reason(place + 1)
         if self.recorder is not None:
             self.recorder.token(sequence.id, now)
         if finished is not None:

@@ -189,6 +189,7 @@ class Served(Recompute):
                 block_size=BLOCK,
                 num_blocks=rows * blocks,
                 context=length + self.new,
+                lookahead=self.prompt.device.type == "cuda",
             )
             self.engine = Engine(ModelRunner(self.model, config), config)
         sampling = Sampling(max_tokens=self.new)

@@ -33,7 +33,6 @@ class PagedCache:
         host_blocks: int = 0,
     ) -> None:
         block = (config.num_kv_heads, block_size, config.head_dim)
-        # Zeros, not garbage: what a mask hides is multiplied by zero, and NaN would show through.
         self.kv = torch.zeros(config.num_layers, 2, num_blocks, *block, dtype=dtype, device=device)
         self.host = torch.zeros(
             host_blocks, config.num_layers, 2, *block, dtype=dtype, pin_memory=device.type == "cuda" and host_blocks > 0
@@ -135,7 +134,11 @@ class GatherAttend:
         k_BKCE = self._gather(keys, tables, longest, q_BHE.dtype)
         v_BKCE = self._gather(values, tables, longest, q_BHE.dtype)
         q_BKGE = q_BHE.unflatten(1, (k_BKCE.shape[1], -1))
-        mask = self.seen_BC[:, None, None, :longest].expand(-1, 1, q_BKGE.shape[2], -1)
+        seen_B11C = self.seen_BC[:, None, None, :longest]
+        # What lies beyond a sequence's length may be another's leftovers, NaN even, and 0 · NaN is NaN.
+        unseen_B1C1 = ~seen_B11C.transpose(2, 3)
+        k_BKCE, v_BKCE = k_BKCE.masked_fill(unseen_B1C1, 0.0), v_BKCE.masked_fill(unseen_B1C1, 0.0)
+        mask = seen_B11C.expand(-1, 1, q_BKGE.shape[2], -1)
         return F.scaled_dot_product_attention(q_BKGE, k_BKCE, v_BKCE, attn_mask=mask).flatten(1, 2)
 
     def _chunk(self, row: int, q_SHE: Tensor, keys: Tensor, values: Tensor) -> Tensor:

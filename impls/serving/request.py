@@ -92,6 +92,10 @@ def _sampling_problem(sampling: Sampling) -> str | None:
     return None
 
 
+#: Stands in a sequence for a token that the device has not handed over yet.
+PENDING = -1
+
+
 class State(Enum):
     """Where a sequence stands."""
 
@@ -143,8 +147,9 @@ class Sequence:
         """The answer so far."""
         return self.tokens[self.prompt_len :]
 
-    def finish_reason(self) -> str | None:
-        """``stop`` or ``length`` when the answer is complete, else None."""
-        if len(self.tokens) > self.prompt_len and self.tokens[-1] in self.sampling.stop:
+    def finish_reason(self, length: int | None = None) -> str | None:
+        """``stop`` or ``length`` when the first ``length`` tokens (all by default) are a complete answer, else None."""
+        length = len(self.tokens) if length is None else length
+        if length > self.prompt_len and self.tokens[length - 1] in self.sampling.stop:
             return "stop"
-        return "length" if len(self.tokens) >= self.limit else None
+        return "length" if length >= self.limit else None

@@ -6,6 +6,7 @@ and only attention knows where sequences begin ("Orca", section 3, selective bat
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from impls.model.decoder import Attend, Decoder, Parts, keep_unrotated
 from impls.serving.paged_cache import GatherAttend, Layout, PagedCache
-from impls.serving.request import Sequence
+from impls.serving.pending import fill_pending
+from impls.serving.request import PENDING, Sequence
 from impls.serving.sampler import Draws, sample
 from impls.serving.scheduler import Chunk, EngineConfig, Step
 
@@ -53,6 +55,9 @@ class ModelRunner:
             model.config, config.num_blocks, config.block_size, self.dtype, self.device, config.host_blocks
         )
         self.tables = BlockTables(config, self.device)
+        # The tokens of the last launch stay on the device, where the next one finds those that the host waits for.
+        self.drawn = torch.zeros(config.max_running, dtype=torch.int64, device=self.device)
+        self.drawn_rows: dict[Sequence, int] = {}
         if self.kernels:
             from impls.serving.kernel_attend import RopeTable
 
@@ -86,13 +91,8 @@ class ModelRunner:
         self.tables.drop(sequence)
 
     @torch.inference_mode()
-    def wipe(self, blocks: Items[int]) -> None:
-        """Zeroes blocks that hold something that is not a number."""
-        self.cache.kv[:, :, torch.tensor(list(blocks), dtype=torch.int64, device=self.device)] = 0
-
-    @torch.inference_mode()
-    def execute(self, step: Step) -> list[int]:
-        """Moves blocks, runs the chunks, and gives one token for each chunk that samples, in the step's order."""
+    def launch(self, step: Step) -> Callable[[], list[int]]:
+        """Moves blocks and starts the chunks; what it returns waits for the tokens of the chunks that sample."""
         self.cache.copy_out(step.swap_out)
         self.cache.copy_in(step.swap_in)
         chunks = sorted(step.chunks, key=lambda chunk: chunk.length > 1)
@@ -102,15 +102,15 @@ class ModelRunner:
             logits = self.graphs.replay(chunks)
         else:
             logits = self._run(chunks)
-        sampling = [chunk for chunk in chunks if chunk.samples]
-        if not sampling:
-            return []
-        draws = Draws.of([(c.sequence.sampling, len(c.sequence.tokens)) for c in sampling], self.device)
-        tokens = sample(logits, draws).tolist()
-        if chunks == step.chunks:
-            return tokens
-        found = {id(chunk): token for chunk, token in zip(sampling, tokens, strict=True)}
-        return [found[id(chunk)] for chunk in step.chunks if chunk.samples]
+        drawing = [chunk.sequence for chunk in chunks if chunk.samples]
+        self.drawn_rows = {sequence: row for row, sequence in enumerate(drawing)}
+        if not drawing:
+            return list
+        draws = Draws.of([(sequence.sampling, len(sequence.tokens)) for sequence in drawing], self.device)
+        tokens = sample(logits, draws)
+        self.drawn[: len(drawing)] = tokens
+        rows = [self.drawn_rows[chunk.sequence] for chunk in step.chunks if chunk.samples]
+        return _collector(tokens, rows)
 
     def attend(self, layout: Layout, positions: Tensor) -> Attend:
         """Attention over the cache for one pass."""
@@ -152,8 +152,9 @@ class ModelRunner:
         size = self.config.block_size
         decodes = sum(chunk.length == 1 for chunk in chunks)
         total = sum(chunk.length for chunk in chunks)
-        packed = np.zeros((3, max(rows, total)), dtype=np.int64)
+        packed = np.zeros((4, max(rows, total)), dtype=np.int64)
         packed[2, total:] = -1
+        packed[3] = -1
         at = 0
         starts, lengths = [0], []
         for chunk in chunks:
@@ -170,6 +171,8 @@ class ModelRunner:
                 packed[1, places] = positions
                 packed[2, places] = blocks[positions // size - first] * size + positions % size
             at += chunk.length
+            if packed[0, at - 1] == PENDING:
+                packed[3, at - 1] = self.drawn_rows[sequence]
             starts.append(at)
             lengths.append(stop)
         tables = self.tables.of(chunks)
@@ -186,7 +189,10 @@ class ModelRunner:
             host_lengths=tuple(lengths),
             host_starts=tuple(starts),
         )
-        return on_device[0], on_device[1], layout
+        tokens = on_device[0]
+        if (packed[3] >= 0).any():
+            tokens = fill_pending(tokens, on_device[3], self.drawn)
+        return tokens, on_device[1], layout
 
 
 class BlockTables:
@@ -199,7 +205,8 @@ class BlockTables:
         self.width = -(-config.context // config.block_size)
         shape = (config.max_running, self.width)
         pinned = device.type == "cuda"
-        self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        self.host = torch.zeros(shape, dtype=torch.int32)
+        self.snapshots = [torch.zeros(shape, dtype=torch.int32, pin_memory=pinned) for _ in range(2)]
         self.view = self.host.numpy()
         self.device = torch.zeros(shape, dtype=torch.int32, device=device)
         self.free = list(range(config.max_running - 1, -1, -1))
@@ -223,8 +230,11 @@ class BlockTables:
     def sync(self) -> None:
         """Copies what changed to the device; the copy is queued before the pass that reads it."""
         if self.stale:
-            # The pinned rows are only written again after the step's tokens have come back, so after this copy.
-            self.device.copy_(self.host, non_blocking=True)
+            # The host may go on to change the rows before the copy has run, so the copy reads a snapshot; the one of
+            # two launches ago has been read, since that launch's tokens have come back.
+            self.snapshots.reverse()
+            self.snapshots[0].copy_(self.host)
+            self.device.copy_(self.snapshots[0], non_blocking=True)
             self.stale = False
 
     def of(self, chunks: Items[Chunk]) -> Tensor:
@@ -259,6 +269,23 @@ def with_parts(model: Decoder, parts: Parts) -> Decoder:
     twin.frequencies = model.frequencies
     twin.weights_digest = model.weights_digest
     return twin.eval()
+
+
+def _collector(tokens_B: Tensor, rows: Items[int]) -> Callable[[], list[int]]:
+    """Waits for the tokens, and gives them in the order of ``rows``."""
+    if tokens_B.device.type == "cpu":
+        return lambda: tokens_B[torch.tensor(rows)].tolist()
+    host = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
+    host.copy_(tokens_B, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def collect() -> list[int]:
+        arrived.synchronize()
+        tokens = host.tolist()
+        return [tokens[row] for row in rows]
+
+    return collect
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:

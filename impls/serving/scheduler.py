@@ -29,6 +29,8 @@ class EngineConfig:
     batching: ``continuous``, or ``static``: a batch starts and ends together (rows that finish are dropped from it).
     chunked_prefill: prompts are cut to the budget, or run whole, however long.
     preemption: ``recompute`` what was given up, or ``swap`` it to the host and back.
+    lookahead: the next step is scheduled and launched before the tokens of the last have come back, which it takes from
+    the device: the host's work hides behind the device's. An answer that ends on a stop token costs one row too many.
     batch_invariant: every pass has one shape and one order of summation, so that a request's numbers do not depend on
     its neighbours to the bit.
 
@@ -47,6 +49,7 @@ class EngineConfig:
     chunked_prefill: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = False
+    lookahead: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "block_size", "num_blocks", "context"):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from impls.serving.request import Sequence
+from impls.serving.request import PENDING, Sequence
 from impls.serving.scheduler import Step
 
 
@@ -37,12 +37,16 @@ class FakeRunner:
         self.host = [[-1] * block_size for _ in range(host_blocks)]
         self.clock, self.cost = clock, cost
         self.steps: list[tuple[int, int]] = []
+        self.drawn: dict[Sequence, int] = {}
 
     def forget(self, sequence: Sequence) -> None:
         pass
 
-    def wipe(self, blocks: Items[int]) -> None:
-        pass
+    def launch(self, step: Step):
+        tokens = self.execute(step)
+        drawing = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        self.drawn = dict(zip(drawing, tokens, strict=True))
+        return lambda: tokens
 
     def execute(self, step: Step) -> list[int]:
         for source, target in step.swap_out:
@@ -54,7 +58,9 @@ class FakeRunner:
             sequence = chunk.sequence
             assert chunk.start == sequence.computed
             for place in range(chunk.start, chunk.start + chunk.length):
-                self.cache[sequence.blocks[place // self.block_size]][place % self.block_size] = sequence.tokens[place]
+                token = sequence.tokens[place]
+                token = self.drawn[sequence] if token == PENDING else token
+                self.cache[sequence.blocks[place // self.block_size]][place % self.block_size] = token
         for chunk in step.chunks:
             if chunk.samples:
                 length = chunk.start + chunk.length

@@ -65,6 +65,10 @@ VARIATIONS = {
     "preempted static": {"num_blocks": 16, "batching": "static"},
     "swapped": {"num_blocks": 16, "preemption": "swap", "host_blocks": 64},
     "swapped, small host": {"num_blocks": 16, "preemption": "swap", "host_blocks": 7},
+    "ahead": {"lookahead": True},
+    "ahead, preempted": {"lookahead": True, "num_blocks": 16},
+    "ahead, swapped": {"lookahead": True, "num_blocks": 16, "preemption": "swap", "host_blocks": 64},
+    "ahead, static": {"lookahead": True, "batching": "static"},
     "invariant": {"batch_invariant": True},
     "invariant, preempted": {"batch_invariant": True, "num_blocks": 16},
 }
@@ -113,11 +117,13 @@ def test_graphs_are_refused_where_there_is_no_gpu(model):
         ModelRunner(model, CONFIG, graphs=True)
 
 
-def test_stop_tokens_end_an_answer_and_are_its_last_token(model, requests, answers):
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_stop_tokens_end_an_answer_and_are_its_last_token(model, requests, answers, lookahead):
     answer = answers["r6"]
     stop = answer[4]
     request = replace(requests[6], sampling=Sampling(max_tokens=14, stop=(stop,)))
-    engine = Engine(ModelRunner(model, CONFIG), CONFIG)
+    config = replace(CONFIG, lookahead=lookahead)
+    engine = Engine(ModelRunner(model, config), config)
     ends: list[Output] = []
     engine.serve([request], lambda o: ends.append(o) if o.finished else None)
     assert [(o.token, o.finished) for o in ends] == [(stop, "stop")]
@@ -189,14 +195,16 @@ def test_an_id_under_way_cannot_be_used_twice(model, requests):
         engine.submit(requests[0])
 
 
-def test_logits_that_are_not_numbers_fail_their_request_alone(requests):
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_logits_that_are_not_numbers_fail_their_request_alone(requests, lookahead):
     # Token 7's embedding is NaN: whoever has it in the prompt gets NaN logits, and nobody else.
     broken = load_model(shape="tiny", seed=1)
     with torch.no_grad():
         broken.embed_tokens.weight[7] = math.nan
     good = replace(requests[1], prompt=[t if t != 7 else 8 for t in requests[1].prompt])
     expected = plain_tokens(broken, good)
-    engine = Engine(ModelRunner(broken, CONFIG), CONFIG)
+    config = replace(CONFIG, lookahead=lookahead)
+    engine = Engine(ModelRunner(broken, config), config)
     tokens: list[int] = []
     ends: dict[str, Output] = {}
 
@@ -206,19 +214,20 @@ def test_logits_that_are_not_numbers_fail_their_request_alone(requests):
         if output.id == good.id and output.token is not None:
             tokens.append(output.token)
 
-    engine.serve([Request("bad", [5, 7, 9], Sampling(max_tokens=4)), good], keep)
-    assert ends["bad"].finished == "failed"
+    bad = [Request("bad", [5, 7, 9], Sampling(max_tokens=4)), Request("bad1", [7] * 30, Sampling(max_tokens=1))]
+    engine.serve([*bad, good], keep)
+    assert ends["bad"].finished == ends["bad1"].finished == "failed"
     assert "not finite" in ends["bad"].reason
     assert tokens == expected
     # Whoever gets the broken request's blocks next finds nothing of it there.
     for i in range(12):
         tokens.clear()
-        engine.submit(replace(good, id=f"later{i}", sampling=Sampling(max_tokens=1)))
+        engine.submit(replace(good, id=f"later{i}", sampling=Sampling(max_tokens=2)))
     ends.clear()
     while not engine.idle:
         for output in engine.step():
             keep(output)
-    assert {output.token for output in ends.values()} == {expected[0]}
+    assert {output.token for output in ends.values()} == {expected[1]}
 
 
 @pytest.mark.parametrize("change", [{}, {"max_step_tokens": 11}, {"num_blocks": 16}], ids=["plain", "chunks", "small"])

@@ -78,8 +78,15 @@ def check(
 
 @pytest.mark.parametrize(
     "switches",
-    [{}, {"preemption": "swap", "host_blocks": 24}, {"chunked_prefill": False}, {"batching": "static"}],
-    ids=["recompute", "swap", "whole", "static"],
+    [
+        {},
+        {"lookahead": True},
+        {"preemption": "swap", "host_blocks": 24},
+        {"preemption": "swap", "host_blocks": 24, "lookahead": True},
+        {"chunked_prefill": False},
+        {"batching": "static"},
+    ],
+    ids=["recompute", "ahead", "swap", "swap ahead", "whole", "static"],
 )
 def test_five_hundred_requests_in_a_cache_for_three(fake, switches):
     config = EngineConfig(max_running=6, max_step_tokens=32, block_size=4, num_blocks=40, context=130, **switches)
@@ -99,12 +106,11 @@ def test_five_hundred_requests_in_a_cache_for_three(fake, switches):
 
 @pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind(fake):
-    config = EngineConfig(
-        max_running=16, max_step_tokens=64, block_size=8, num_blocks=60, context=130, preemption="swap", host_blocks=20
-    )
+    sizes = {"max_running": 16, "max_step_tokens": 64, "block_size": 8, "num_blocks": 60, "context": 130}
+    config = EngineConfig(**sizes, preemption="swap", host_blocks=20, lookahead=True)
     runner = fake.Runner(VOCAB, config.num_blocks, config.block_size, config.host_blocks)
     engine = Engine(runner, config)
-    sizes = []
+    held = []
     tracemalloc.start()
     try:
         for part in range(10):
@@ -113,12 +119,12 @@ def test_ten_thousand_requests_leave_nothing_behind(fake):
             check(fake, requests, cancels, got, config.context)
             runner.steps.clear()
             del requests, cancels, got
-            sizes.append(tracemalloc.get_traced_memory()[0])
+            held.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
     assert engine.scheduler.blocks.device.free == config.num_blocks
     assert engine.scheduler.blocks.host.free == config.host_blocks
-    assert sizes[-1] - sizes[1] < 64_000, f"memory grew from {sizes[1]} to {sizes[-1]} bytes"
+    assert held[-1] - held[1] < 64_000, f"memory grew from {held[1]} to {held[-1]} bytes"
 
 
 def test_cancelling_what_is_over_or_unknown_does_nothing(fake):
