@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json as json_module
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -123,7 +124,8 @@ def generate_(
     from harness.history.store import Store
 
     shape = Shape(records, techniques, gpus, runs, seed, noise, steps)
-    done = generate(Store(store), shape, parquet=not jsonl)
+    workers = min(gpus, os.cpu_count() or 1) if records > 100_000 else 1
+    done = generate(Store(store), shape, parquet=not jsonl, workers=workers)
     if json:
         print_json(done.as_json())
     else:

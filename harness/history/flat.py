@@ -141,38 +141,48 @@ def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
 
 
-_KINDS: Final[tuple[tuple[Mapping[str, Path], Callable[[Any], Any]], ...]] = (
-    (TEXT, _text),
-    (NUMBER, _number),
-    (WHOLE, _whole),
-    (FLAG, _flag),
+Reader = Callable[[Any], Any]
+_ALL: Final[tuple[tuple[str, Path, Reader], ...]] = tuple(
+    (key, path, read)
+    for table, read in ((TEXT, _text), (NUMBER, _number), (WHOLE, _whole), (FLAG, _flag))
+    for key, path in table.items()
 )
-_PLAN: Final = tuple((key, path, read) for table, read in _KINDS for key, path in table.items())
+_PLAIN: Final = tuple((key, path[0], read) for key, path, read in _ALL if len(path) == 1)
+_NESTED: Final = tuple(
+    (parent, tuple((key, path[1], read) for key, path, read in _ALL if len(path) == 2 and path[0] == parent))
+    for parent in dict.fromkeys(path[0] for _, path, _ in _ALL if len(path) == 2)
+)
+_METRIC_PARTS: Final = {name: tuple((part, metric_column(name, part)) for part in PARTS) for name in METRICS}
+_encode: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     """The row of a record, by column; absent columns are empty. A field of another type than expected is empty."""
     row: dict[str, Any] = {}
-    for key, path, read in _PLAN:
-        value = record.get(path[0])
-        if len(path) == 2:
-            value = value.get(path[1]) if isinstance(value, Mapping) else None
+    for key, name, read in _PLAIN:
+        value = record.get(name)
         if value is not None:
             row[key] = read(value)
+    for parent, children in _NESTED:
+        inner = record.get(parent)
+        if isinstance(inner, dict):
+            for key, name, read in children:
+                value = inner.get(name)
+                if value is not None:
+                    row[key] = read(value)
     for key in OBJECT:
         value = record.get(key)
         if value:
-            row[key] = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+            row[key] = _encode(value)
     samples = record.get("samples")
-    if isinstance(samples, Mapping) and isinstance(samples.get("values"), list):
+    if isinstance(samples, dict) and isinstance(samples.get("values"), list):
         row["samples_n"] = len(samples["values"])
     metrics = record.get("metrics")
-    if isinstance(metrics, Mapping):
+    if isinstance(metrics, dict):
         for name, entry in metrics.items():
-            if name in METRICS:
-                for part in PARTS:
-                    if part in entry:
-                        row[metric_column(name, part)] = _number(entry[part])
+            for part, column in _METRIC_PARTS.get(name, ()):
+                if part in entry:
+                    row[column] = _number(entry[part])
     return row
 
 
@@ -186,11 +196,14 @@ class FlatTable:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row of :func:`flatten`, with the extra columns in it."""
+        sparse, count = self._sparse, self.count
         for key, value in row.items():
             if value is not None:
-                places, values = self._sparse.setdefault(key, ([], []))
-                places.append(self.count)
-                values.append(value)
+                cells = sparse.get(key)
+                if cells is None:
+                    cells = sparse[key] = ([], [])
+                cells[0].append(count)
+                cells[1].append(value)
         self.count += 1
 
     def schema(self) -> Any:

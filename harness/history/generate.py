@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import random
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,18 +112,19 @@ class Maker:
             steps.append(Step(technique, variant, gpu, index, self.commits[index], ratio))
         return steps
 
-    def runs(self) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
-        """Runs as (GPU type, run id, records), until there are records enough."""
-        made = 0
+    def runs(self, gpus: Sequence[str] = GPUS) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
+        """Runs on these GPU types as (GPU type, run id, records). A run does not depend on those before it."""
+        left = self.shape.records
         for index, commit in enumerate(self.commits):
             for gpu in self.gpus:
-                for _ in range(self.shape.runs):
-                    run_id, records = self._run(index, commit, gpu)
-                    records = records[: self.shape.records - made]
-                    if not records:
+                for repeat in range(self.shape.runs):
+                    if left <= 0:
                         return
-                    made += len(records)
-                    yield gpu, run_id, records
+                    if gpu in gpus:
+                        self._dice = random.Random(f"{self.shape.seed}/{index}/{gpu}/{repeat}")
+                        run_id, records = self._run(index, commit, gpu)
+                        yield gpu, run_id, records[:left]
+                    left -= self.a_run
 
     def _run(self, index: int, commit: str, gpu: str) -> tuple[str, list[dict[str, Any]]]:
         start = self._started + timedelta(hours=6 * index, seconds=self._dice.randrange(3600))
@@ -249,6 +253,7 @@ class Maker:
         return found
 
 
+@cache
 def hash_share(*words: str) -> float:
     """A number in [0, 1) that belongs to the words."""
     return int.from_bytes(hashlib.sha256("/".join(words).encode()).digest()[:4], "big") / 2**32
@@ -262,11 +267,14 @@ def is_results(store: Store) -> bool:
     return any(folder.name == "results" and (folder.parent / "harness").is_dir() for folder in (whole, *whole.parents))
 
 
-def generate(store: Store, shape: Shape, *, parquet: bool = True, commits: Sequence[str] = ()) -> Generated:
+def generate(
+    store: Store, shape: Shape, *, parquet: bool = True, commits: Sequence[str] = (), workers: int = 1
+) -> Generated:
     """Write synthetic records into a local store, as compacted files or as one JSONL file a run.
 
     Args:
         commits: real commits, oldest first; otherwise made-up ones, declared with dates.
+        workers: processes that share the GPU types among them.
 
     Raises:
         StoreError: the store is not a local folder, cannot be written, or holds results.
@@ -278,43 +286,60 @@ def generate(store: Store, shape: Shape, *, parquet: bool = True, commits: Seque
         raise StoreError(f"store {store.url}: synthetic records are written into local folders only")
     maker = Maker(shape, commits)
     done = Generated(commits=maker.commits, steps=maker.steps)
+    shares = [maker.gpus[n :: max(1, workers)] for n in range(min(max(1, workers), len(maker.gpus)))]
     try:
         for gpu in maker.gpus:
             (store.path / gpu_folder(gpu)).mkdir(parents=True, exist_ok=True)
-        write = _write_parquet if parquet else _write_jsonl
-        write(store.path, maker, done)
+        if len(shares) == 1:
+            counts = [_write_share(store.path, shape, commits, shares[0], parquet)]
+        else:
+            with ProcessPoolExecutor(len(shares), mp_context=multiprocessing.get_context("spawn")) as pool:
+                jobs = [pool.submit(_write_share, store.path, shape, commits, share, parquet) for share in shares]
+                counts = [job.result() for job in jobs]
     except OSError as err:
         raise StoreError(f"store {store.url}: cannot be written: {err}") from err
+    done.records, done.files = (sum(column) for column in zip(*counts, strict=True))
     return done
 
 
-def _write_jsonl(root: Path, maker: Maker, done: Generated) -> None:
-    for gpu, run_id, records in maker.runs():
+def _write_share(
+    root: Path, shape: Shape, commits: Sequence[str], gpus: Sequence[str], parquet: bool
+) -> tuple[int, int]:
+    """Write the runs on some GPU types; gives the numbers of records and files."""
+    maker = Maker(shape, commits)
+    return (_write_parquet if parquet else _write_jsonl)(root, maker, gpus)
+
+
+def _write_jsonl(root: Path, maker: Maker, gpus: Sequence[str]) -> tuple[int, int]:
+    count = files = 0
+    for gpu, run_id, records in maker.runs(gpus):
         with open(root / gpu_folder(gpu) / f"{run_id}.jsonl", "x", encoding="utf-8") as file:
             file.writelines(map(_line, records))
-        done.records += len(records)
-        done.files += 1
+        count += len(records)
+        files += 1
+    return count, files
 
 
-def _write_parquet(root: Path, maker: Maker, done: Generated) -> None:
+def _write_parquet(root: Path, maker: Maker, gpus: Sequence[str]) -> tuple[int, int]:
     open_files: dict[str, tuple[Path, Path, LineFile]] = {}
+    count = files = 0
 
     def finish(gpu: str) -> None:
         temporary, target, out = open_files.pop(gpu)
         out.close()
         temporary.rename(target)
-        done.files += 1
 
     try:
-        for gpu, run_id, records in maker.runs():
+        for gpu, run_id, records in maker.runs(gpus):
             if gpu not in open_files:
                 target = root / gpu_folder(gpu) / f"synthetic-{secrets.token_hex(4)}.parquet"
                 temporary = target.with_name(f".{target.name}.tmp")
                 open_files[gpu] = (temporary, target, LineFile(temporary))
+                files += 1
             out = open_files[gpu][2]
             for number, record in enumerate(records, 1):
                 out.add(record, f"{gpu_folder(gpu)}/{run_id}.jsonl", number, _line(record).encode())
-            done.records += len(records)
+            count += len(records)
             if out.records >= FILE_RECORDS:
                 finish(gpu)
         for gpu in list(open_files):
@@ -322,8 +347,10 @@ def _write_parquet(root: Path, maker: Maker, done: Generated) -> None:
     finally:
         for temporary, _, _ in open_files.values():
             temporary.unlink(missing_ok=True)
+    return count, files
 
 
+_encode: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode
 _checked_kinds: set[tuple[str, str]] = set()
 
 
@@ -333,4 +360,4 @@ def _line(record: dict[str, Any]) -> str:
     if kind not in _checked_kinds:
         _checked_kinds.add(kind)
         return to_line(record)
-    return json.dumps(record, allow_nan=False, separators=(",", ":"), ensure_ascii=False) + "\n"
+    return _encode(record) + "\n"
