@@ -68,16 +68,16 @@ def _refuse_unknown(technique: Technique, raws: Sequence[Mapping[str, Any]]) -> 
     own = Path(__file__).resolve().parents[1] / "suites" / technique.family / f"{technique.name}.py"
     if not own.exists():
         return
-    words = written_in(own)
+    words = written_in(own, *own.parent.glob("_*.py"), *own.parents[1].glob("_*.py"))
     for raw in raws:
         for key in raw:
             if key not in RESERVED and key not in words:
                 raise NotImplementedError(f"at this commit {technique.name} has no dimension {key!r}")
 
 
-def written_in(suite: Path) -> set[str]:
-    """Every string and keyword in a suite file: what it does not contain is no dimension of its workloads."""
-    nodes = list(ast.walk(ast.parse(suite.read_text(encoding="utf-8"))))
+def written_in(*suites: Path) -> set[str]:
+    """Every string and keyword in a suite and the files it shares: what they do not contain is no dimension of its."""
+    nodes = [node for path in suites for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
     words = {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
     return words | {n.arg for n in nodes if isinstance(n, ast.keyword) and n.arg}
 

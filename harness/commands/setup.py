@@ -46,9 +46,10 @@ def new(
         raise UsageError(
             f"{root.resolve()} is no checkout of pairbench: it has no impls and suites; name one with --root"
         )
+    camel = "".join(word.capitalize() for word in name.split("_"))
     files = {
         root / "impls" / family / f"{name}.py": PAIR_TEMPLATE.replace("NAME", name),
-        root / "suites" / family / f"{name}.py": SUITE_TEMPLATE.replace("NAME", name),
+        root / "suites" / family / f"{name}.py": SUITE_TEMPLATE.replace("NAME", name).replace("CLASS", camel),
     }
     taken = [str(p) for p in files if p.exists()]
     if taken:

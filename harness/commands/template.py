@@ -78,8 +78,18 @@ PAIR = Pair(
 
 SUITE_TEMPLATE = '''"""Workloads of NAME."""
 
+from suites.pair_suite import PairSuite
+
 WORKLOADS = [
     {"name": "smoke", "tier": "smoke", "dtype": "float32", "rows": 1024, "width": 1024, "direction": "forward"},
     {"name": "large", "tier": "quick", "dtype": "bfloat16", "rows": 16384, "width": 8192, "direction": "forward"},
 ]
+
+
+class CLASS(PairSuite):
+    """asv's view of NAME."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()
 '''

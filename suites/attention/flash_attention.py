@@ -4,6 +4,8 @@ The grid of the published comparisons (16,384 tokens, 2048 wide, bfloat16): S of
 full and causal, forward and backward. `window` 0 is none.
 """
 
+from suites.pair_suite import PairSuite
+
 
 def _grid(tier: str, seqs: tuple[int, ...], dims: tuple[int, ...]) -> list[dict[str, object]]:
     return [
@@ -42,3 +44,11 @@ WORKLOADS = [
     {**_GROUPED, "name": "window_16k_fwd", "tier": "full", "seq": 16384, "window": 1024, "direction": "forward"},
     {**_GROUPED, "name": "window_16k_bwd", "tier": "full", "seq": 16384, "window": 1024, "direction": "backward"},
 ]
+
+
+class FlashAttention(PairSuite):
+    """asv's view of flash_attention."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

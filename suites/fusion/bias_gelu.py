@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 64, "inner": 1536, "form": "tanh"}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 16384, "inner": 16384}
 
@@ -15,3 +17,11 @@ WORKLOADS = [
     {**_LARGE, "name": "erf_bwd", "tier": "full", "form": "erf", "direction": "backward"},
     {**_LARGE, "name": "erf_f32_fwd", "tier": "full", "dtype": "float32", "form": "erf", "direction": "forward"},
 ]
+
+
+class BiasGelu(PairSuite):
+    """asv's view of bias_gelu."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

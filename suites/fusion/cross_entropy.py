@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "tokens": 16, "vocabulary": 8192, "smoothing": 0.0}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "tokens": 8192, "vocabulary": 128256, "smoothing": 0.0}
 
@@ -16,3 +18,11 @@ WORKLOADS = [
     {**_LARGE, "name": "smoothed_both", "tier": "full", "smoothing": 0.1, "direction": "both"},
     {**_LARGE, "name": "32k_both", "tier": "full", "tokens": 32768, "vocabulary": 32000, "direction": "both"},
 ]
+
+
+class CrossEntropy(PairSuite):
+    """asv's view of cross_entropy."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 64, "width": 576, "p": 0.1}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 32768, "width": 4096, "p": 0.1}
 
@@ -16,3 +18,11 @@ WORKLOADS = [
     {**_LARGE, "name": "1k_fwd", "tier": "full", "rows": 131072, "width": 1024, "direction": "forward"},
     {**_LARGE, "name": "1k_bwd", "tier": "full", "rows": 131072, "width": 1024, "direction": "backward"},
 ]
+
+
+class LayerNormDropoutAdd(PairSuite):
+    """asv's view of layer_norm_dropout_add."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

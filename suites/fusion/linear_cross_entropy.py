@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "tokens": 16, "width": 64, "vocabulary": 4096}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "tokens": 8192, "width": 4096, "vocabulary": 128256}
 
@@ -14,3 +16,11 @@ WORKLOADS = [
     {**_LARGE, "name": "8k_fwd", "tier": "full", "direction": "forward"},
     {**_LARGE, "name": "32k_both", "tier": "full", "tokens": 32768, "vocabulary": 32000, "direction": "both"},
 ]
+
+
+class LinearCrossEntropy(PairSuite):
+    """asv's view of linear_cross_entropy."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

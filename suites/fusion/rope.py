@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "batch": 2, "seq": 32, "heads": 9, "kv_heads": 3, "head_dim": 64}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "batch": 8, "seq": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128}
 
@@ -15,3 +17,11 @@ WORKLOADS = [
     {**_LARGE, "name": "mha_d64_bwd", "tier": "full", "kv_heads": 32, "head_dim": 64, "direction": "backward"},
     {**_LARGE, "name": "decode", "tier": "full", "batch": 128, "seq": 1, "direction": "forward"},
 ]
+
+
+class Rope(PairSuite):
+    """asv's view of rope."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 # In float16 even where it is small: in float32 torch's own kernel on a CPU is less exact than the plain passes.
 _SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float16", "rows": 64, "columns": 1024}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16"}
@@ -19,3 +21,11 @@ WORKLOADS = [
     {**_LARGE, "name": "128k_bwd", "tier": "full", "rows": 4096, "columns": 131072, "direction": "backward"},
     {**_LARGE, "name": "1k_fwd", "tier": "full", "rows": 262144, "columns": 1024, "direction": "forward"},
 ]
+
+
+class Softmax(PairSuite):
+    """asv's view of softmax."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "scope": "gate", "rows": 64, "inner": 1536, "width": 576}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 16384, "inner": 14336, "width": 4096}
 
@@ -19,3 +21,11 @@ WORKLOADS = [
     {**_LARGE, "name": "gate_f32_bwd", "tier": "full", "scope": "gate", "dtype": "float32", "direction": "backward"},
     {**_LARGE, "name": "decode", "tier": "full", "scope": "gate", "rows": 32, "direction": "forward"},
 ]
+
+
+class Swiglu(PairSuite):
+    """asv's view of swiglu."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

@@ -1,5 +1,7 @@
 """Workloads of collectives: the payload from 1 KiB to 1 GiB, in 16 pieces; a piece is what a small tensor would be."""
 
+from suites.pair_suite import PairSuite
+
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 SIZES = {"1KiB": 1 << 10, "32KiB": 1 << 15, "1MiB": 1 << 20, "32MiB": 1 << 25, "1GiB": 1 << 30}
 #: Sizes between, which show where a backend changes its protocol; for the curve of this machine's link.
@@ -30,3 +32,11 @@ WORKLOADS = [
         for size, payload in (SIZES | FINE).items()
     ),
 ]
+
+
+class Collectives(PairSuite):
+    """asv's view of collectives."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

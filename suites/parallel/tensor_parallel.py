@@ -1,5 +1,7 @@
 """Workloads of tensor_parallel: 8 heads and 4 key-value heads at least, so that they divide over 2 and 4 ranks."""
 
+from suites.pair_suite import PairSuite
+
 _SMALL = {"layers": 2, "width": 64, "ffn": 176, "heads": 8, "kv_heads": 4}
 _LARGE = {"layers": 8, "width": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocab": 128256}
 
@@ -11,3 +13,11 @@ WORKLOADS = [
     {"name": "llama8b_layers_short", "tier": "full", "dtype": "bfloat16", "ranks": 2, **_LARGE, "batch": 1, "seq": 512},
     {"name": "llama8b_layers8", "tier": "full", "dtype": "bfloat16", "ranks": 8, **_LARGE, "batch": 1, "seq": 4096},
 ]
+
+
+class TensorParallel(PairSuite):
+    """asv's view of tensor_parallel."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

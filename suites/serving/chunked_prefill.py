@@ -1,5 +1,6 @@
 """Workloads of chunked_prefill: requests that come while others decode, some with long prompts."""
 
+from suites.pair_suite import PairSuite
 from suites.serving._shapes import AZURE, AZURE_SMALL, LARGE, MOONCAKE, REAL, TINY
 
 WORKLOADS = [
@@ -10,3 +11,11 @@ WORKLOADS = [
     {**AZURE, "name": "8b_azure", "tier": "full", "step_tokens": 512},
     {**MOONCAKE, "name": "8b_mooncake", "tier": "full", "step_tokens": 512},
 ]
+
+
+class ChunkedPrefill(PairSuite):
+    """asv's view of chunked_prefill."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

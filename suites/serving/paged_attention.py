@@ -1,5 +1,7 @@
 """Workloads of paged_attention: the decode step of a model with 32 query and 8 KV heads, at full and small batches."""
 
+from suites.pair_suite import PairSuite
+
 SHAPE = {
     "dtype": "bfloat16",
     "heads": 32,
@@ -33,3 +35,11 @@ WORKLOADS = [
     {**SHAPE, "name": "b64_16k_int8", "tier": "full", "batch": 64, "context": 16384, "cache": "int8"},
     {**SHAPE, "name": "b32_4k_page128", "tier": "full", "batch": 32, "context": 4096, "block_size": 128},
 ]
+
+
+class PagedAttention(PairSuite):
+    """asv's view of paged_attention."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()
