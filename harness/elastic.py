@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     """``RANKS MODULE ARGS…``."""
     die_with_parent()
     ranks, command = int(arguments[0]), arguments[1:]
-    return supervise(ranks, ["-m", "harness.guard", *command], Path(os.environ[LOGS]))
+    return supervise(ranks, ["-P", "-m", "harness.guard", *command], Path(os.environ[LOGS]))
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def launch(job: Job, world: Joined | None = None, poll: Callable[[], str | None]
     folder = _folder(job, world)
     mark = uuid.uuid4().hex
     environment = _environment(job, folder, mark, world)
-    command = [sys.executable, "-m"]
+    # -P: a folder called harness where the user happens to stand is not ours.
+    command = [sys.executable, "-P", "-m"]
     if job.ranks == 1 or world is not None:
         command += ["harness.guard", job.module, *job.args]
     else:

@@ -90,13 +90,29 @@ def test_a_rank_that_dies_in_the_middle_ends_the_launch_in_seconds(tmp_path, how
     assert found.seconds < 30
 
 
-def test_a_hung_rank_ends_at_the_limit_with_its_own_stack(tmp_path):
-    found = run(tmp_path, "collective", "hang", "1", ranks=2, timeout_s=8)
-    assert found.status == "timeout"
-    assert found.rank == 1
-    assert found.reason.startswith("no end within 8 s; rank 1 was at fake_worker.py:")
+def test_a_hung_launch_ends_at_its_limit_with_its_stack(tmp_path):
+    found = run(tmp_path, "hang", timeout_s=1.0)
+    assert (found.status, found.rank) == ("timeout", 0)
+    assert found.reason.startswith("no end within 1 s; rank 0 was at fake_worker.py:")
     assert "in stuck" in found.traceback
-    assert 8 <= found.seconds < 14
+    assert 1 <= found.seconds < 10
+
+
+def test_of_two_ranks_the_one_that_hangs_is_told_from_the_one_that_waits(tmp_path):
+    since: list[float] = []
+
+    def ended() -> str | None:
+        logs = [tmp_path / "logs" / f"rank{rank}.log" for rank in (0, 1)]
+        if all(log.exists() and "sum" in log.read_text() for log in logs):
+            since.append(time.monotonic())
+        return "stuck" if since and time.monotonic() - since[0] > 0.5 else None
+
+    path = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
+    job = Job("fake_worker", ("collective", "hang", "1"), 2, 60, tmp_path / "logs", {"PYTHONPATH": path})
+    found = launch(job, poll=ended)
+    assert (found.status, found.rank) == ("timeout", 1)
+    assert found.reason.startswith("stuck; rank 1 was at fake_worker.py:")
+    assert "in stuck" in found.traceback
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
@@ -146,6 +162,32 @@ def test_ctrl_c_ends_the_launch_and_is_passed_on(tmp_path):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert not runs(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_looks_like_ours_does_no_harm(tmp_path, monkeypatch, ranks):
+    (tmp_path / "harness").mkdir()
+    (tmp_path / "harness" / "__init__.py").write_text("raise RuntimeError('the wrong harness')")
+    monkeypatch.chdir(tmp_path)
+    assert run(tmp_path, "pass", ranks=ranks).reason == ""
+
+
+def test_a_supervisor_of_ranks_that_is_killed_takes_them_along(tmp_path):
+    pid_file = tmp_path / "pid"
+
+    def kill_agent() -> str | None:
+        if pid_file.exists() and pid_file.read_text():
+            worker = Path(f"/proc/{(tmp_path / 'logs' / 'rank0.pid').read_text()}/stat").read_text()
+            os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            pid_file.unlink()
+        return None
+
+    path = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
+    job = Job("fake_worker", ("grandchild", str(pid_file), "hang"), 2, 60, tmp_path / "logs", {"PYTHONPATH": path})
+    found = launch(job, poll=kill_agent)
+    assert found.status == "error"
+    assert found.reason.startswith("the launcher failed")
+    assert not any(runs(int(p.read_text())) for p in found.logs.glob("rank*.pid"))
 
 
 def test_bad_jobs_are_refused(tmp_path):
