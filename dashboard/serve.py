@@ -1,0 +1,77 @@
+"""Starts the dashboard's server: local, without telemetry, and warm before the first browser comes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from harness.errors import UsageError
+from harness.history.store import stores_to_read
+
+APP: Final = Path(__file__).with_name("app.py")
+#: Nothing is sent anywhere, no file is watched, and the page has no button that publishes it.
+SETTINGS: Final[dict[str, Any]] = {
+    "browser_gatherUsageStats": False,
+    "server_fileWatcherType": "none",
+    "server_runOnSave": False,
+    "client_toolbarMode": "viewer",
+    "theme_primaryColor": "#0072B2",
+    "global_developmentMode": False,
+}
+VIEWS: Final = ("overview", "technique", "history", "regressions", "compare", "serving", "scaling", "runs")
+
+
+def serve(
+    store: str | None, port: int, host: str = "127.0.0.1", branch: str = "HEAD", open_browser: bool = False
+) -> None:
+    """Serve until it is stopped.
+
+    Raises:
+        UsageError: Streamlit is not installed, or the port is taken.
+        StoreError: the named store does not exist.
+    """
+    try:
+        bootstrap = importlib.import_module("streamlit.web.bootstrap")
+        importlib.import_module("plotly")
+    except ModuleNotFoundError as err:
+        raise UsageError(f"the dashboard needs {err.name}: pip install 'pairbench[dashboard]'") from err
+    stores_to_read(store)
+    _free(host, port)
+    os.environ["PAIRBENCH_DASHBOARD_STORE"] = store or ""
+    os.environ["PAIRBENCH_DASHBOARD_BRANCH"] = branch
+    options = {
+        **SETTINGS,
+        "server_port": port,
+        "server_address": host,
+        "browser_serverAddress": host,
+        "server_headless": not open_browser,
+    }
+    threading.Thread(target=_warm, args=(store, branch), daemon=True).start()
+    bootstrap.load_config_options(options)
+    bootstrap.run(str(APP), False, [], options)
+
+
+def _free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as err:
+            raise UsageError(f"port {port} on {host} cannot be used ({err.strerror}): name another --port") from err
+
+
+def _warm(store: str | None, branch: str) -> None:
+    """Open the history and import what the pages need, while the server starts."""
+    from dashboard.queries import coverage
+    from dashboard.source import open_source
+
+    source = open_source(store, branch)
+    for name in VIEWS:
+        importlib.import_module(f"dashboard.views.{name}")
+    if source.history is not None and source.state:
+        source.once("coverage", coverage)
