@@ -212,7 +212,7 @@ def _asv(commit: str, conf: Path, env: Mapping[str, str]) -> GitFacts:
     """The commit that asv installed; asv builds from a clean checkout, so that it is never dirty."""
     top = find_repository(conf.resolve())
     if top is None:
-        return GitFacts(commit=commit, dirty=False, source="asv", reason=f"ASV_CONF_DIR {conf} is in no git repository")
+        return GitFacts(commit=commit, dirty=False, source="asv", reason="ASV_CONF_DIR is in no git repository")
     try:
         full, date, subject = _commit(conf, top, commit, env)
         branch = _branch(conf, top, env)
