@@ -174,14 +174,33 @@ def _metric_problems(metrics: Mapping[str, Any]) -> list[str]:
     return found
 
 
+_SCALARS: Final = (str, int, bool, type(None))
+
+
 def _not_finite(value: Any, path: str) -> list[str]:
-    if isinstance(value, float) and not math.isfinite(value):
-        return [f"{path or 'value'} is {value}"]
-    if isinstance(value, Mapping):
-        return [p for k, v in value.items() for p in _not_finite(v, f"{path}.{k}" if path else str(k))]
-    if isinstance(value, (list, tuple)):
-        return [p for i, v in enumerate(value) for p in _not_finite(v, f"{path}[{i}]")]
-    return []
+    found: list[str] = []
+    _look_for_not_finite(value, path, found)
+    return found
+
+
+def _look_for_not_finite(value: Any, path: str, found: list[str]) -> None:
+    """Walks the whole record; reading a history does so for every line, hence the types asked first."""
+    kind = type(value)
+    if kind is float:
+        if not math.isfinite(value):
+            found.append(f"{path or 'value'} is {value}")
+    elif kind in _SCALARS:
+        return
+    elif isinstance(value, (dict, Mapping)):
+        for key, inner in value.items():
+            if type(inner) not in _SCALARS:
+                _look_for_not_finite(inner, f"{path}.{key}" if path else str(key), found)
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(value):
+            if type(inner) is not float or not math.isfinite(inner):
+                _look_for_not_finite(inner, f"{path}[{place}]", found)
+    elif isinstance(value, float) and not math.isfinite(value):
+        found.append(f"{path or 'value'} is {value}")
 
 
 def to_line(record: Mapping[str, Any]) -> str:

@@ -214,6 +214,7 @@ class FlatTable:
 
     def take(self) -> Any:
         """The rows so far as a PyArrow table, and begin anew."""
+        import numpy as np
         import pyarrow as pa
 
         arrays = []
@@ -225,10 +226,10 @@ class FlatTable:
             elif len(places) == self.count:
                 arrays.append(pa.array(values, arrow))
             else:
-                dense: list[Any] = [None] * self.count
-                for place, value in zip(places, values, strict=True):
-                    dense[place] = value
-                arrays.append(pa.array(dense, arrow))
+                # Where the value of each row lies among the values, or nowhere.
+                where = np.full(self.count, -1, dtype=np.int64)
+                where[places] = np.arange(len(places))
+                arrays.append(pa.array(values, arrow).take(pa.array(where, mask=where < 0)))
         table = pa.Table.from_arrays(arrays, schema=self.schema())
         self._sparse, self.count = {}, 0
         return table
