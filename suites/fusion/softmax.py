@@ -11,7 +11,7 @@ _LARGE: dict[str, Any] = {"dtype": "bfloat16"}
 WORKLOADS = [
     {**_SMOKE, "name": "smoke_fwd", "direction": "forward"},
     {**_SMOKE, "name": "smoke_bwd", "direction": "backward"},
-    {**_SMOKE, "name": "smoke_odd", "dtype": "bfloat16", "rows": 37, "columns": 1001, "direction": "both"},
+    {**_SMOKE, "name": "smoke_odd", "rows": 37, "columns": 1001, "direction": "both"},
     {**_SMOKE, "name": "smoke_long", "rows": 3, "columns": 33000, "direction": "both"},
     {**_LARGE, "name": "4k_fwd", "tier": "quick", "rows": 65536, "columns": 4096, "direction": "forward"},
     {**_LARGE, "name": "4k_bwd", "tier": "quick", "rows": 65536, "columns": 4096, "direction": "backward"},
