@@ -21,12 +21,13 @@ says what it costs that a request's numbers do not depend on its neighbours to t
 from __future__ import annotations
 
 from harness.pair import Claim, Context, Pair, Tolerance, Variant
+from harness.serving.workload_trace import SYNTHETIC, trace_for
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import StepCost, allowed_speedup
 from impls.serving.supports import cannot
-from impls.serving.traffic import SYNTHETIC, engine_config, inputs, trace_for, work
+from impls.serving.traffic import engine_config, inputs, work
 
 
 def static(workload: Workload, ctx: Context) -> ServeCase:

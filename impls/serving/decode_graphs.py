@@ -41,10 +41,11 @@ class DecodeGraphs:
         device = runner.device
         # Token, position, slot, length, table row, row of a pending token: one copy brings a step to the device. The
         # host writes the next step's numbers while this one's may still be on their way, so there are two of them.
-        self.hosts = [torch.zeros(6, self.largest, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        pinned = device.type == "cuda"
+        self.hosts = [torch.zeros(6, self.largest, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
         self.inputs = torch.zeros(6, self.largest, dtype=torch.int64, device=device)
         self.inputs[[2, 5]] = -1
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}
         pool: Any = None
         for size in reversed(self.sizes):
             pool = self._capture(size, pool)

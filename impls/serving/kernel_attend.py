@@ -53,7 +53,6 @@ class KernelAttend:
         self.decodes = 0 if invariant else layout.decodes
         self.tile = INVARIANT_TILE if invariant else None
         self.chunks = len(layout.host_lengths) - self.decodes
-        self.rows = layout.host_starts[-1] - self.decodes
         # Decodes are one row each, so the first row of the first chunk is their number.
         self.starts_B1 = layout.starts_B[self.decodes :] - self.decodes if self.decodes else layout.starts_B
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from harness.serving.workload_trace import needs_trace
 from harness.workload import Workload
 from impls.model.resolve import not_here
-from impls.serving.traffic import needs_trace
 
 
 def cannot(workload: Workload) -> str | None:

@@ -1,17 +1,7 @@
 """From a workload to the requests that are sent: a trace, its prompts, and what a run of them needs.
 
-Dimensions of a serving workload:
-
-============== =======================================================================================================
-trace          ``synthetic`` (log-normal lengths), or a file that ``--trace`` gives
-requests       how many; of a file the first so many
-request_rate   mean arrivals a second; 0 sends all at time 0 (synthetic) or keeps the trace's own times
-burstiness     coefficient of variation of synthetic gaps: 1 is Poisson, above it requests come in bursts
-prompt_median, output_median, sigma    of the synthetic lengths
-length_scale, time_scale               lengths and times of a file are multiplied by them
-max_prompt, max_output                 longer ones are cut
-slots, step_tokens, block_size, cache_tokens    the engine's sequences at once, token budget, block, cache
-============== =======================================================================================================
+The trace's dimensions are those of :mod:`harness.serving.workload_trace`; ``slots``, ``step_tokens``, ``block_size``
+and ``cache_tokens`` are the engine's sequences at once, its token budget, its blocks and its cache.
 """
 
 from __future__ import annotations
@@ -21,59 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.pair import Context, Work
-from harness.serving.synthetic import prompt_ids, synthetic_trace
-from harness.serving.trace import Shape, Trace
-from harness.serving.traces import load_trace
+from harness.serving.synthetic import prompt_ids
+from harness.serving.workload_trace import SYNTHETIC, trace_for
 from harness.workload import Workload
 from impls.model.config import ModelConfig
 from impls.model.resolve import config_for, model_path, prompts_for, token_flops
 from impls.serving.request import Request, Sampling
 from impls.serving.scheduler import EngineConfig
 
-SYNTHETIC = "synthetic"
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
-#: Lengths and arrivals belong to the workload, so every seed sends the same load; only the words differ.
-LENGTHS_SEED = 0
-
-
-def trace_for(workload: Workload, trace_path: str | None = None) -> Trace:
-    """The trace that a workload names, fitted to its limits.
-
-    Raises:
-        UsageError: the file is missing or has no usable row.
-        ValueError: the workload names a trace file and none was given.
-    """
-    rate = float(workload.request_rate)
-    if trace_path is not None:
-        shape = Shape(
-            time_scale=float(workload.dims.get("time_scale", 1.0)),
-            length_scale=float(workload.dims.get("length_scale", 1.0)),
-            limit=int(workload.requests),
-            max_prompt=int(workload.max_prompt),
-            max_output=int(workload.max_output),
-            request_rate=rate,
-        )
-        return load_trace(trace_path, shape)
-    if workload.trace != SYNTHETIC:
-        raise ValueError(f"workload {workload.name!r} replays {workload.trace}: give the file with --trace PATH")
-    return synthetic_trace(
-        int(workload.requests),
-        rate or math.inf,
-        LENGTHS_SEED,
-        cv=float(workload.dims.get("burstiness", 1.0)),
-        prompt_median=float(workload.prompt_median),
-        output_median=float(workload.output_median),
-        sigma=float(workload.sigma),
-        max_prompt=int(workload.max_prompt),
-        max_output=int(workload.max_output),
-    )
-
-
-def needs_trace(workload: Workload) -> str | None:
-    """Why a workload that names a trace file cannot run without it, for ``Variant(supports=...)``."""
-    if workload.trace != SYNTHETIC and "trace" not in workload.digests:
-        return f"replays {workload.trace}: give the file with --trace PATH"
-    return None
 
 
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:

@@ -12,13 +12,13 @@ from harness.check import judge_scored
 from harness.discover import find, load_pair, workloads_of
 from harness.pair import Context, Inputs
 from harness.serving.metrics import summarize
+from harness.serving.workload_trace import trace_for
 from impls.model.fetch import default_model_path
 from impls.serving.engine import Engine
 from impls.serving.recorder import Recorder
 from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import StepCost, allowed_speedup, simulate
 from impls.serving.scheduler import EngineConfig
-from impls.serving.traffic import trace_for
 
 SERVE = ("paged_kv", "continuous_batching", "chunked_prefill", "kv_offload")
 SWITCH = {

@@ -13,7 +13,9 @@ import pytest
 
 from harness.errors import UsageError
 from harness.serving.endpoint import Endpoint, Outgoing, replay, token_times
-from harness.serving.metrics import summarize
+from harness.serving.metrics import Slo, summarize
+from harness.serving.peer import measure_peer, outgoing
+from harness.workload import parse_workload
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -161,3 +163,29 @@ def test_tokens_are_spread_over_messages_by_their_text() -> None:
         times = token_times([(float(i), 1 + i % 3) for i in range(7)], count)
         assert len(times) == count
         assert times == sorted(times)
+
+
+def test_a_workload_is_measured_as_our_own_engine_would_be(server: ThreadingHTTPServer) -> None:
+    raw = {
+        "name": "w",
+        "tier": "smoke",
+        "dtype": "float32",
+        "trace": "synthetic",
+        "requests": 6,
+        "request_rate": 200.0,
+        "prompt_median": 8.0,
+        "output_median": 3.0,
+        "sigma": 0.5,
+        "max_prompt": 20,
+        "max_output": 6,
+    }
+    workload = parse_workload("chunked_prefill", raw, "test")
+    result = measure_peer(Endpoint(base(server)), workload, slo=Slo(ttft=60.0))
+    wanted = [r.output_tokens for r in result.trace.requests]
+    assert [len(entry["token_times"]) for entry in result.timeline["requests"].values()] == wanted
+    assert result.summary.serve["requests"]["prompt_tokens"] == sum(r.prompt_tokens for r in result.trace.requests)
+    assert result.summary.metrics["goodput"]["value"] == pytest.approx(6 / result.seconds)
+    assert min(min(body["prompt"]) for body in server.seen) >= 1000  # type: ignore[attr-defined]
+    assert outgoing(result.trace, seed=1)[0].prompt != outgoing(result.trace, seed=2)[0].prompt
+    with pytest.raises(UsageError, match="give the file with --trace"):
+        measure_peer(Endpoint(base(server)), workload.replace(trace="azure.csv"))
