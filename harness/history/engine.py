@@ -166,13 +166,17 @@ class History:
         """
         import duckdb
 
-        try:
-            with self._connection.cursor() as cursor:
-                result = cursor.execute(sql, parameters or None)
-                names = [item[0] for item in result.description]
-                return [dict(zip(names, values, strict=True)) for values in result.fetchall()]
-        except duckdb.IOException as err:
-            raise StoreError(f"the history changed while it was read: {err}") from err
+        for last in (False, True):
+            try:
+                with self._connection.cursor() as cursor:
+                    result = cursor.execute(sql, parameters or None)
+                    names = [item[0] for item in result.description]
+                    return [dict(zip(names, values, strict=True)) for values in result.fetchall()]
+            except duckdb.IOException as err:
+                # A file went away under us: take in what took its place, once.
+                if last or not self._state or not self.refresh():
+                    raise StoreError(f"the history changed while it was read: {err}") from err
+        raise AssertionError("unreachable")
 
     def arrow(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> Any:
         """The result of a query as a PyArrow table."""

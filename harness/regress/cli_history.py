@@ -77,6 +77,7 @@ def regressions(
 
     Exits 0, or 1 by --fail-on or when part of the store is damaged.
     """
+    from harness.history.query import latest
     from harness.regress import present
     from harness.regress.acknowledge import find_acknowledged, read_acknowledged
     from harness.regress.confirm import confirm as run_again
@@ -101,7 +102,7 @@ def regressions(
     elif markdown:
         typer.echo(present.markdown(verdicts, all_))
     else:
-        present.print_table(verdicts, all_)
+        present.print_table(verdicts, all_, len(latest(history, technique=technique, gpu=gpu, variant=variant)))
     found = counts(verdicts)
     end_on_damage(history)
     if any(found[word] for word in fail_on or []):

@@ -98,14 +98,23 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return f"{len(verdicts)} series: " + ", ".join(f"{n} {name}" for name, n in found.items() if n)
 
 
-def print_table(verdicts: Sequence[Verdict], everything: bool = False) -> None:
-    """The table, and under it how to see each regression again. Text of the store is printed as text."""
+def print_table(verdicts: Sequence[Verdict], everything: bool = False, unjudged: int = 0) -> None:
+    """The table, and under it how to see each regression again. Text of the store is printed as text.
+
+    Args:
+        unjudged: records in scope that no verdict looks at.
+    """
     from rich.text import Text
 
     from harness.tables import console
 
     out = console()
     rows = shown(verdicts, everything)
+    if not verdicts and unjudged:
+        out.print(
+            f"{unjudged} record(s), and none to judge: only what passed on a clean commit of the branch is judged"
+        )
+        return
     if not verdicts:
         out.print("the history has no series here: 'pairbench run' makes a first record, or name another --store")
         return

@@ -257,3 +257,12 @@ def test_odd_types_make_empty_columns_and_no_crash(tmp_path: Path, make_record: 
 def test_a_place_nobody_recorded_is_an_orphan(tmp_path: Path) -> None:
     with opened(tmp_path) as history:
         assert history.order.place("x") == Place("x", -1, "orphan")
+
+
+def test_a_file_that_goes_away_under_a_query_is_no_crash(tmp_path: Path, make_record: Make, write_run: Write) -> None:
+    write_run(tmp_path, "r1", [make_record(0)])
+    compact(Store(tmp_path))
+    with opened(tmp_path) as history:
+        next(tmp_path.rglob("*.parquet")).unlink()
+        write_run(tmp_path, "r2", [make_record(0, run="r2")])
+        assert [row["run"] for row in query.runs(history)] == ["r2"]

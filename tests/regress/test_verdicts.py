@@ -254,3 +254,12 @@ def test_an_empty_history_says_what_to_do(world: Any, app: typer.Typer, in_world
     done = CliRunner().invoke(app, ["regressions", "--store", str(world.store)])
     assert done.exit_code == 0
     assert "pairbench run" in done.stdout
+
+
+def test_dirty_records_alone_say_why_there_is_no_verdict(
+    world: Any, app: typer.Typer, in_world: Callable[[], None]
+) -> None:
+    world.run(world.commit("only"), dirty=True)
+    in_world()
+    done = CliRunner().invoke(app, ["regressions", "--store", str(world.store)])
+    assert "2 record(s), and none to judge" in done.stdout
