@@ -50,6 +50,7 @@ class Buckets:
         self.link, self.overlap = link, overlap
         self._sync = True
         self._next = 0
+        self._filled: set[torch.nn.Parameter] = set()
         self._buckets = [_make(group) for group in _groups(params, capacity)]
         self._home: dict[torch.nn.Parameter, tuple[_Bucket, torch.Tensor]] = {}
         for bucket in self._buckets:
@@ -60,8 +61,8 @@ class Buckets:
     def start(self) -> None:
         """Begin a step with empty buckets."""
         self._next = 0
+        self._filled.clear()
         for bucket in self._buckets:
-            bucket.flat.zero_()
             bucket.waiting_for, bucket.handle = bucket.size, None
 
     @contextmanager
@@ -81,6 +82,11 @@ class Buckets:
             bucket.handle.wait()
         return {param: view for bucket in self._buckets for param, view in bucket.views}
 
+    def communicate(self) -> None:
+        """The messages alone, with whatever the buckets hold."""
+        for handle in [self.link.all_reduce(bucket.flat) for bucket in self._buckets]:
+            handle.wait()
+
     def close(self) -> None:
         """Leave the parameters alone from now on."""
         for hook in self._hooks:
@@ -90,7 +96,11 @@ class Buckets:
         assert isinstance(param, torch.nn.Parameter)
         bucket, view = self._home[param]
         assert param.grad is not None
-        view.add_(param.grad)
+        if param in self._filled:
+            view.add_(param.grad)
+        else:  # the first of a step overwrites what the last left: no pass over the bucket to clear it
+            view.copy_(param.grad)
+            self._filled.add(param)
         param.grad = None
         if self._sync:
             bucket.waiting_for -= 1
@@ -102,6 +112,9 @@ class Buckets:
             bucket = self._buckets[self._next]
             if bucket.waiting_for > 0 and not everything:
                 return
+            for param, view in bucket.views:
+                if param not in self._filled:  # it had no part in this step's loss
+                    view.zero_()
             bucket.handle = self.link.all_reduce(bucket.flat)
             self._next += 1
 

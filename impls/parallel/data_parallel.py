@@ -18,6 +18,8 @@ Rows need not divide over ranks: losses are summed and divided by all tokens, so
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -28,7 +30,7 @@ from harness.workload import Workload
 from impls.parallel import shared
 from impls.parallel.buckets import Buckets, wide
 from impls.parallel.link import Link, gather_rows
-from impls.parallel.shared import TrainCase, ring_bytes
+from impls.parallel.shared import TrainCase, fenced, ring_bytes
 
 
 def inputs(workload: Workload, ctx: Context) -> dict[str, Any]:
@@ -66,6 +68,26 @@ class DataParallel(TrainCase):
         logits = self.model(tokens[:, :-1])
         return shared.summed_loss(logits, tokens[:, 1:]) / float(self.workload.batch * self.workload.seq)
 
+    def communicate(self) -> None:
+        """A step's communication by itself."""
+        raise NotImplementedError
+
+    def counters(self) -> Mapping[str, float]:
+        """Besides those of every step ``comm_s``, its communication alone, and ``hidden_share``, what of it backward
+        hides. ``compute_s`` is the step of one process on its own rows: over ``step_s`` it is the scaling efficiency,
+        ``scaling``, and never above what it is alone: latency does not fall."""
+        if "comm_s" not in self._counters:
+            found = dict(super().counters())
+            alone = statistics.median(fenced(self.communicate, self.link, self.ctx.device) for _ in range(5))
+            hidden = 1 - found["exposed_comm"] / alone if alone > 0 else 0.0
+            found |= {
+                "comm_s": alone,
+                "hidden_share": max(0.0, hidden),
+                "scaling": found["compute_s"] / found["step_s"],
+            }
+            self._counters = found
+        return self._counters
+
     def hidden(self) -> torch.Tensor:
         return gather_rows(self.link, shared.plain_hidden(self.model, self.tokens[:, :-1]), self.rows)
 
@@ -85,6 +107,11 @@ class AfterBackward(DataParallel):
                 param.grad = None
         return sums
 
+    def communicate(self) -> None:
+        for _ in range(self.workload.micro_batches):
+            for master in self.masters.values():
+                self.link.all_reduce(torch.zeros_like(master)).wait()
+
 
 class Bucketed(DataParallel):
     """The fast way; ``overlap`` sends a bucket when it is full, otherwise all are sent at the end."""
@@ -102,6 +129,9 @@ class Bucketed(DataParallel):
                 self.loss(tokens).backward()
         sums = self.buckets.finish()
         return {name: sums[param] for name, param in self.params.items()}
+
+    def communicate(self) -> None:
+        self.buckets.communicate()
 
     def close(self) -> None:
         self.buckets.close()
@@ -136,8 +166,9 @@ class TorchDDP(DataParallel):
         stack.callback(setattr, self, "_silent", False)
         return stack
 
-    def counters(self) -> dict[str, float]:
-        return {k: v for k, v in super().counters().items() if k != "link_bytes"}
+    def counters(self) -> Mapping[str, float]:
+        found = TrainCase.counters(self)
+        return {k: v for k, v in found.items() if k != "link_bytes"}
 
 
 def optimized(workload: Workload, ctx: Context) -> TrainCase:

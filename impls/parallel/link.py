@@ -121,10 +121,16 @@ class Link:
         return _handle(dist.all_to_all_single(out, x, group=self.group, async_op=True))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, to: int, source: int) -> Handle:
-        """Send to one rank and receive from another at once (a step around a ring). Ranks count within the group."""
+        """Send to one rank and receive from another at once (a step around a ring). Ranks count within the group.
+
+        Raises:
+            ValueError: CUDA tensors over gloo, which cannot send them.
+        """
         if self.muted:
             received.copy_(sent)
             return _Done()
+        if sent.is_cuda and dist.get_backend(self.group) == "gloo":
+            raise ValueError("gloo sends no CUDA tensors from rank to rank: give each rank a GPU of its own (NCCL)")
         self._count(sent.nbytes * self.world)
         there, here = dist.get_global_rank(self.group, to), dist.get_global_rank(self.group, source)
         send = dist.P2POp(dist.isend, sent, there, self.group)

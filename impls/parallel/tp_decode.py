@@ -19,6 +19,7 @@ Recorded besides the step: ``all_reduce_s``, one all-reduce of this size by itse
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -147,23 +148,27 @@ class Decode:
         return found | {"all_reduce_s": self.all_reduce_seconds()}
 
     def all_reduce_seconds(self) -> float:
-        """One all-reduce of a step's size, from many in a row, with a product too small to count before each."""
+        """One all-reduce of a step's size, from many in a row; each follows a product too small to count, whose time
+        is taken off."""
         x = torch.zeros(self.workload.batch, 1, dtype=self.ctx.dtype, device=self.ctx.device)
         weight = torch.zeros(self.config.hidden_size, 1, dtype=self.ctx.dtype, device=self.ctx.device)
+        reduces = self.repeated(lambda: self.reduce(x, weight))
+        products = self.repeated(lambda: F.linear(x, weight))
+        with_link, without = (
+            statistics.median(shared.fenced(many, self.link, self.ctx.device) for _ in range(5))
+            for many in (reduces, products)
+        )
+        return max(0.0, with_link - without) / REPEATS
+
+    def repeated(self, call: Callable[[], Tensor]) -> Callable[[], None]:
+        """The call REPEATS times, as the step would make it."""
 
         def many() -> None:
             for _ in range(REPEATS):
-                self.reduce(x, weight)
+                call()
 
         many()
-        with_link = shared.fenced(many, self.link, self.ctx.device)
-        product = shared.fenced(lambda: _products(x, weight), self.link, self.ctx.device)
-        return max(0.0, with_link - product) / REPEATS
-
-
-def _products(x: Tensor, weight: Tensor) -> None:
-    for _ in range(REPEATS):
-        F.linear(x, weight)
+        return many
 
 
 class Gathered(Decode):
@@ -177,6 +182,22 @@ class Gathered(Decode):
         return every.view(self.link.world, *own.shape).sum(0)
 
 
+def capture(call: Callable[[], None]) -> Any:
+    """A CUDA graph of the call, after a few eager ones on a side stream (lazy set-up must not fall into the graph)."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The process group's watchdog queries events from a thread of its own meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph
+
+
 class Captured(Decode):
     """The step in a CUDA graph. Weights, tokens and cache keep their places, so that load may follow capture."""
 
@@ -185,23 +206,21 @@ class Captured(Decode):
     def run(self) -> None:
         """Replay; the first run captures."""
         if self.graph is None:
-            self.graph = self._capture()
-        self.graph.replay()
-
-    def _capture(self) -> Any:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # The process group's watchdog queries events from its own thread meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.graph = capture(self.step)
+            # Counted once more, outside the graph: warming up and capturing counted several steps.
             self.link.reset()
             self.step()
-        return graph
+        self.graph.replay()
+
+    def repeated(self, call: Callable[[], Tensor]) -> Callable[[], None]:
+        """The calls in one graph, so that the host is not measured."""
+
+        def many() -> None:
+            for _ in range(REPEATS):
+                call()
+
+        graph = capture(many)
+        return lambda: graph.replay()
 
     def counters(self) -> Mapping[str, float]:
         """A graph cannot be muted: bytes as counted when it was captured, and one all-reduce by itself."""

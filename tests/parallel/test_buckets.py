@@ -80,6 +80,20 @@ def test_a_second_step_starts_from_zero():
         assert torch.equal(first, second)
 
 
+def test_a_parameter_without_a_part_in_the_loss_sends_zero_and_not_its_last_gradient():
+    net, link = model(), FakeLink()
+    params = list(net.parameters())
+    buckets = Buckets(params, link, capacity=1 << 20, overlap=True)
+    buckets.start()
+    step(net, torch.ones(2, 4)).backward()
+    buckets.finish()
+    buckets.start()
+    step(net[:2], torch.ones(2, 4)).backward()
+    sums = buckets.finish()
+    assert sums[params[0]].abs().sum() > 0
+    assert sums[params[3]].abs().sum() == 0
+
+
 def test_sixteen_bits_are_summed_in_float32():
     net, link = model(torch.bfloat16), FakeLink()
     buckets = Buckets(list(net.parameters()), link, capacity=1 << 20, overlap=True)
