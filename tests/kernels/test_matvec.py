@@ -39,6 +39,7 @@ def test_wrong_arguments_are_named(x, weight, name):
         matvec(draw(4), draw(3, 4).half())
 
 
+@pytest.mark.slow
 def test_nothing_spills_on_hopper_and_loads_are_wide(compile_for_hopper):
     shape = launch_shape(4096, 2)
     arguments = {

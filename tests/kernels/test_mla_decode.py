@@ -49,6 +49,7 @@ def test_wrong_arguments_are_named():
             mla_decode(**arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_on_hopper(compile_for_hopper, heads):
     shape = launch_shape(heads, 2)

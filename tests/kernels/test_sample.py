@@ -87,6 +87,7 @@ def test_wrong_arguments_are_named():
         sample_rows(logits.t(), draws.temperatures_B, draws.top_ks_B, draws.top_ps_B, draws.keys_B)
 
 
+@pytest.mark.slow
 def test_nothing_spills_on_hopper(compile_for_hopper):
     arguments = {
         "logits_ptr": "*bf16", "temperatures_ptr": "*fp32", "top_ks_ptr": "*i64", "top_ps_ptr": "*fp32",
