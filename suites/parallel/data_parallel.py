@@ -7,9 +7,9 @@ _LARGE = {"layers": 12, "width": 2048, "ffn": 5632, "heads": 16, "kv_heads": 8, 
 
 WORKLOADS = [
     {"name": "smoke_short", "tier": "smoke", "dtype": "float32", "ranks": 2, **_SMALL}
-    | {"batch": 4, "seq": 16, "micro_batches": 1, "bucket_kib": 64},
+    | {"batch": 4, "seq": 16, "micro_batches": 1, "bucket_kib": 256},
     {"name": "smoke_accumulated", "tier": "smoke", "dtype": "float32", "ranks": 2, **_SMALL}
-    | {"batch": 7, "seq": 33, "micro_batches": 2, "bucket_kib": 64},
+    | {"batch": 7, "seq": 33, "micro_batches": 2, "bucket_kib": 256},
     {"name": "short", "tier": "quick", "dtype": "bfloat16", "ranks": 2, **_LARGE}
     | {"batch": 8, "seq": 512, "micro_batches": 1, "bucket_kib": 25600},
     {"name": "long", "tier": "quick", "dtype": "bfloat16", "ranks": 2, **_LARGE}

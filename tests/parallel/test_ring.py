@@ -65,3 +65,19 @@ def test_blocks_merge_to_causal_attention_and_its_gradients(world, heads):
             torch.testing.assert_close(grad_q, q.grad[:, :, own])
     torch.testing.assert_close(grad_k, k.grad)
     torch.testing.assert_close(grad_v, v.grad)
+
+
+def test_the_flash_kernels_are_called_with_what_they_take(monkeypatch):
+    """On a GPU blocks go to torch's flash kernels; their signatures and shapes are checked without one."""
+    from impls.parallel import ring
+
+    monkeypatch.setattr(ring, "_flash", lambda q: True)
+    q, k = (torch.empty(2, 64, heads, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2) for heads in (8, 4))
+    out, lse = block_forward(q, k, k, causal=True)
+    assert (out.shape, out.dtype) == (q.shape, torch.float32)
+    assert (lse.shape, lse.dtype) == ((2, 8, 64), torch.float32)
+    late, early = slice(32, 64), slice(0, 32)
+    queries, keys, part = q[:, :, late], k[:, :, early], out.to(q.dtype)[:, :, late]
+    grads = block_backward(queries, queries, keys, keys, part, lse[:, :, late], causal=False)
+    assert [g.shape for g in grads] == [(2, 8, 32, 64), (2, 4, 32, 64), (2, 4, 32, 64)]
+    assert all(g.dtype == torch.float32 for g in grads)
