@@ -64,6 +64,7 @@ TEXT: Final[Mapping[str, Path]] = {
     "cuda": ("stack", "cuda"),
     "driver": ("stack", "driver"),
     "gpu_name": ("host", "gpu_name"),
+    "device": ("host", "device"),
     "ci_url": ("ci", "url"),
     "source": ("source", "format"),
 }

@@ -207,7 +207,7 @@ def series(history: History, key: SeriesKey, since: str | None = None) -> list[R
 
     A point has ``commit``, ``subject``, ``date``, ``value`` (median over runs), ``low``, ``high``, ``n``, ``values``
     (run by run) with their own intervals ``lows`` and ``highs`` (None where unknown), ``runs``, ``ids``, ``standing``,
-    ``side``, ``dirty``, ``judged``, ``unit`` and the stack it ran on.
+    ``side``, ``dirty``, ``judged``, ``unit``, ``reproduce`` and the stack it ran on.
     Only what passed makes points; gaps stay gaps.
     """
     condition, values = key.where()
@@ -218,7 +218,7 @@ def series(history: History, key: SeriesKey, since: str | None = None) -> list[R
         f'list({column}_high ORDER BY "time") AS highs, min({column}_low) AS low, max({column}_high) AS high, '
         'min("time") AS first, max("time") AS last, any_value(unit) AS unit, '
         "max(torch) AS torch, max(triton) AS triton, max(cuda) AS cuda, max(driver) AS driver, "
-        "max(machine) AS machine, max(power_limit_w) AS power_limit_w "
+        "max(machine) AS machine, max(power_limit_w) AS power_limit_w, max(reproduce) AS reproduce "
         f"FROM records WHERE type = 'measurement' AND status = 'passed' AND {column} IS NOT NULL AND {condition} "
         'GROUP BY "commit", dirty',
         values,

@@ -23,6 +23,7 @@ from harness.metric_names import METRICS
 from harness.regress import bisect_step
 from harness.regress.detect import detect
 from harness.regress.points import as_detector_points
+from harness.regress.rerun import device_of, run_command, variants_for
 
 #: Isolated, so that neither this folder nor the worktree shadows the standard library: a step that dies on import
 #: would count as the new level.
@@ -44,16 +45,12 @@ class Task:
     old: float
     new: float
     runs: int = 1
-    command: Sequence[str] = ()
+    device: str | None = None
 
     def measuring(self) -> list[str]:
         """The command that measures the series' workload with the code of the working directory."""
-        if self.command:
-            return list(self.command)
-        name, _, changed = self.workload.partition("[")
-        settings = [part for pair in changed.rstrip("]").split(",") if pair for part in ("--set", pair)]
-        return [sys.executable, "-m", "harness", "run", self.key.technique, "--workload", name, *settings,
-                "--store", "{store}"]  # fmt: skip
+        variants = variants_for([(self.key.variant, self.key.metric)])
+        return run_command(self.key.technique, self.workload, variants, self.device, "{store}")
 
     def spec(self, log: Path) -> dict[str, Any]:
         """The step's specification (:mod:`harness.regress.bisect_step`)."""
@@ -107,9 +104,10 @@ def plan(
     workload = history.rows(
         "SELECT workload FROM records WHERE technique = ? AND workload_id = ? LIMIT 1", [key.technique, key.workload_id]
     )[0]["workload"]
+    device = device_of(history, key.technique, key.gpu)
     if good is not None and bad is not None:
         old, new = (_level_at(history, points, name) for name in (good, bad))
-        return Task(key, workload, old[0], new[0], old[1], new[1], runs)
+        return Task(key, workload, old[0], new[0], old[1], new[1], runs, device)
     events = detect(as_detector_points(points), METRICS[key.metric].better).events
     if commit is not None:
         events = tuple(e for e in events if str(points[e.index]["commit"]).startswith(commit))
@@ -119,7 +117,7 @@ def plan(
     before, after = points[event.index - 1], points[event.end]
     ends = [_resolve(history.repository, name) if name else end for name, end in
             ((good, before["commit"]), (bad, after["commit"]))]  # fmt: skip
-    return Task(key, workload, ends[0], ends[1], event.old, event.new, runs)
+    return Task(key, workload, ends[0], ends[1], event.old, event.new, runs, device)
 
 
 def _resolve(repository: Repository, name: str) -> str:

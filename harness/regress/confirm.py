@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from harness.errors import UsageError
 from harness.history.engine import History
 from harness.history.order import Repository
+from harness.regress.rerun import device_of, run_command, variants_for
 from harness.regress.verdicts import Verdict
 
 Run = Callable[[Sequence[str]], int]
@@ -23,14 +24,6 @@ def suspects(verdicts: Iterable[Verdict]) -> dict[tuple[str, str, str], list[Ver
             key = (verdict.key.technique, str(verdict.body["workload"]), str(suspect["commit"]))
             found.setdefault(key, []).append(verdict)
     return found
-
-
-def command_for(technique: str, workload: str, store: str | None) -> list[str]:
-    """What measures a pair alone."""
-    name, _, changed = workload.partition("[")
-    settings = [part for pair in changed.rstrip("]").split(",") if pair for part in ("--set", pair)]
-    where = ["--store", store] if store is not None else []
-    return [sys.executable, "-m", "harness", "run", technique, "--workload", name, *settings, *where]
 
 
 def confirm(history: History, verdicts: Iterable[Verdict], store: str | None, run: Run | None = None) -> list[str]:
@@ -51,7 +44,8 @@ def confirm(history: History, verdicts: Iterable[Verdict], store: str | None, ru
     notes = []
     for (technique, workload, commit), series in sorted(doubts.items()):
         gpus = ", ".join(sorted({verdict.key.gpu for verdict in series}))
-        command = command_for(technique, workload, store)
+        variants = variants_for([(verdict.key.variant, verdict.key.metric) for verdict in series])
+        command = run_command(technique, workload, variants, device_of(history, technique, series[0].key.gpu), store)
         if commit != head or dirty:
             why = "the tree has changes" if commit == head else f"{commit[:12]} is not what is checked out"
             notes.append(f"{technique} {workload}: not run: {why}; on {gpus}: {series[0].body['suspect']['reproduce']}")

@@ -74,6 +74,7 @@ class World:
             "status": "passed",
             "reason": None,
             "reproduce": "pairbench run norm --workload rows",
+            "host": {"device": "cuda", "gpu_name": "H200"},
             "stack": {"torch": "2.11.0", "triton": "3.6.0"},
             "samples": {"values": [latency] * 3, "clock": "events", "cache": "cold"},
             "metrics": {"latency": metric("latency", latency, latency * 0.998, latency * 1.002)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,13 @@ def test_a_users_own_shape_is_measured_again_as_such(moved: tuple[Any, str]) -> 
     with world.history() as history:
         task = plan(history, "norm/optimized")
     own = type(task)(task.key, "rows[width=8,dtype=float16]", task.good, task.bad, task.old, task.new)
-    assert own.measuring()[1:] == ["-m", "harness", "run", "norm", "--workload", "rows", "--set", "width=8", "--set",
-                                   "dtype=float16", "--store", "{store}"]  # fmt: skip
+    assert own.measuring()[1:6] == ["-m", "harness", "run", "norm", "--workload"]
+    assert own.measuring()[6:] == [
+        *("rows", "--set", "width=8", "--set", "dtype=float16", "--variant", "baseline", "--variant", "optimized"),
+        *("--store", "{store}"),
+    ]
+    peer = type(task)(replace(task.key, metric="speedup_peer"), "rows", task.good, task.bad, 1.0, 2.0, device="cpu")
+    assert peer.measuring()[6:] == ["rows", "--device", "cpu", "--store", "{store}"]  # the peers too: all variants
     assert any("git bisect start" in line for line in shown(own))
 
 

@@ -124,7 +124,8 @@ def test_one_bad_run_asks_for_another_and_confirm_makes_it(world: Any) -> None:
             return 0
 
         notes = confirm.confirm(history, doubtful, str(world.store), run)
-        assert asked == [["-m", "harness", "run", "norm", "--workload", "rows", "--store", str(world.store)]]
+        wanted = ["--variant", "baseline", "--variant", "optimized", "--device", "cuda", "--store", str(world.store)]
+        assert asked == [["-m", "harness", "run", "norm", "--workload", "rows", *wanted]]
         assert "exit code 0" in notes[0]
         history.refresh()
         assert of(judge(history)).verdict == "regressed"
