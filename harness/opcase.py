@@ -158,6 +158,9 @@ def op_builder(pair: Pair, variant: Variant) -> Callable[[Workload, Context], An
             fn = variant.fn(workload, ctx)
         if variant.compiled:
             torch._dynamo.reset()
+            # A backward that is timed alone runs many times on one saved forward; a compiled one otherwise reuses the
+            # saved tensors' memory for its results and refuses to run twice.
+            torch._functorch.config.donated_buffer = workload.direction != "backward"
             fn = torch.compile(fn, dynamic=False)
         return OpCase(fn, workload, ctx, pair.differentiable, upcast=False)
 

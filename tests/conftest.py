@@ -1,4 +1,4 @@
-"""What all tests share: Triton's interpreter where there is no GPU, a data folder of their own, and skips with a reason."""
+"""What all tests share: the interpreter where there is no GPU, a data folder of their own, skips with a reason."""
 
 from __future__ import annotations
 
