@@ -34,11 +34,13 @@ class ServeCase:
         self.runner = ModelRunner(model_for(workload, ctx), config)
         self.engine = Engine(self.runner, config, recorder=self.recorder)
         self.requests: tuple[Request, ...] = ()
+        self.trace: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
 
     def load(self, inputs: Inputs) -> None:
         """Takes the requests; the engine and its cache are as new."""
         self.requests = inputs["requests"]
+        self.trace = dict(inputs["trace"])
         self.engine.reset()
         self.poison()
 
@@ -65,7 +67,7 @@ class ServeCase:
 
     def counters(self) -> dict[str, float]:
         """What the last run counted; see the class."""
-        counts = {key: float(value) for key, value in self.engine.counters.items()}
+        counts = {key: float(value) for key, value in {**self.engine.counters, **self.trace}.items()}
         cost = StepCost.fit(self.recorder.steps)
         if cost is not None:
             counts.update(cost.as_counters())

@@ -68,7 +68,10 @@ class Limits:
         return None
 
     def _token_problem(self, request: Request) -> str | None:
-        for place, token in enumerate(request.prompt):
+        prompt = request.prompt
+        if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < self.vocab:
+            return None  # told quickly, since long prompts come while others decode
+        for place, token in enumerate(prompt):
             if not _is_whole(token) or not 0 <= token < self.vocab:
                 return f"token {token!r} at place {place} of the prompt is not in the vocabulary of {self.vocab}"
         return None

@@ -23,7 +23,7 @@ ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
-    """The requests, greedy and with no token that ends them early: ``{"requests": [...], "trace": digest}``.
+    """The requests, greedy and with no token that ends them early, and what became of the trace on its way in.
 
     Prompts are seeded ids, equal where the trace says that prefixes are equal; with real weights they are pieces of
     real text.
@@ -41,7 +41,10 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
             prompt = prompt_ids(r, index, vocab, ctx.seed, trace.prefix_block_tokens)
         sampling = Sampling(max_tokens=r.output_tokens)
         requests.append(Request(f"r{index:05d}", prompt, sampling, r.arrival))
-    return {"requests": tuple(requests), "trace": trace.digest}
+    return {
+        "requests": tuple(requests),
+        "trace": {"trace_rows_refused": len(trace.refused), "trace_requests_clipped": trace.clipped},
+    }
 
 
 def engine_config(workload: Workload, **switches: Any) -> EngineConfig:

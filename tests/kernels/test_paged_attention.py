@@ -87,10 +87,10 @@ def test_every_block_size_gives_the_same_numbers(page):
 
 
 def test_a_split_context_gives_the_same_as_a_whole_one(assert_near):
-    k, v, tables, lengths, _ = make_cache((513, 31, 200), 2, 16, 32)
+    k, v, tables, lengths, _ = make_cache((200, 31, 90), 2, 16, 32)
     q = draw(3, 4, 32)
     whole = paged_decode(q, k, v, tables, lengths, splits=1)
-    for splits in (2, 3, 9, 40):
+    for splits in (2, 3, 9):
         assert_near(paged_decode(q, k, v, tables, lengths, splits=splits), whole.double(), units=16)
 
 
