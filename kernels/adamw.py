@@ -26,6 +26,7 @@ Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, al
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -224,6 +225,8 @@ class AdamW:
         self._corrections = torch.zeros(2, dtype=torch.float32, device=device)
         self._groups: list[_Group] = []
         self._layout: list[tuple[torch.dtype, bool]] = []
+        # The gradients of the last step, held weakly: the same tensors again need no new checks.
+        self._seen: list[weakref.ref[torch.Tensor] | None] = []
 
     @property
     def steps(self) -> int:
@@ -253,18 +256,13 @@ class AdamW:
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """One update. grads[i] is like params[i], in its dtype or float32; None leaves that parameter alone."""
-        if len(grads) != len(self.params):
-            raise ValueError(f"grads: has {len(grads)} tensors for {len(self.params)} parameters")
-        for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
-            if grad is None:
-                continue
-            if grad.shape != param.shape or not grad.is_contiguous():
-                raise ValueError(
-                    f"grads[{index}]: shape {tuple(grad.shape)}, stride {grad.stride()}; it must be contiguous and of "
-                    f"shape {tuple(param.shape)}"
-                )
-            check_beside(f"grads[{index}]", grad, f"params[{index}]", param, dtypes=(torch.float32,))
-        self._arrange(grads)
+        seen = len(grads) == len(self._seen) and all(
+            ref() is grad if ref is not None else grad is None for ref, grad in zip(self._seen, grads, strict=True)
+        )
+        if not seen:
+            self._check(grads)
+            self._seen = [None if grad is None else weakref.ref(grad) for grad in grads]
+        self._arrange(grads, seen)
         with on_device_of(self.params[0]):
             rate, root = self._count()
             for group in self._groups:
@@ -289,6 +287,19 @@ class AdamW:
                     maxnreg=_REGISTERS,
                 )
 
+    def _check(self, grads: Sequence[torch.Tensor | None]) -> None:
+        if len(grads) != len(self.params):
+            raise ValueError(f"grads: has {len(grads)} tensors for {len(self.params)} parameters")
+        for index, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
+            if grad is None:
+                continue
+            if grad.shape != param.shape or not grad.is_contiguous():
+                raise ValueError(
+                    f"grads[{index}]: shape {tuple(grad.shape)}, stride {grad.stride()}; it must be contiguous and of "
+                    f"shape {tuple(param.shape)}"
+                )
+            check_beside(f"grads[{index}]", grad, f"params[{index}]", param, dtypes=(torch.float32,))
+
     def _count(self) -> tuple[float, float]:
         """The step's rate, and one over the root of the second bias correction where the host counts."""
         beta1, beta2 = self.betas
@@ -299,15 +310,15 @@ class AdamW:
         _count_kernel[(1,)](self._counter, self._corrections, *logs, num_warps=1)
         return self.lr, 1.0
 
-    def _arrange(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _arrange(self, grads: Sequence[torch.Tensor | None], seen: bool) -> None:
         """Make the tables when dtypes or alignment are new, else write only the gradients' addresses that changed."""
-        layout = [
-            (param.dtype if grad is None else grad.dtype, self._aligned(index, grad))
-            for index, (param, grad) in enumerate(zip(self.params, grads, strict=True))
-        ]
-        if layout != self._layout:
-            self._layout = layout
-            self._groups = self._make_groups(layout)
+        if not seen:
+            layout = [
+                (param.dtype if grad is None else grad.dtype, self._aligned(index, grad))
+                for index, (param, grad) in enumerate(zip(self.params, grads, strict=True))
+            ]
+            if layout != self._layout:
+                self._groups, self._layout = self._make_groups(layout), layout
         for group in self._groups:
             addresses = [0 if (grad := grads[index]) is None else grad.data_ptr() for index in group.members]
             if addresses != group.known:

@@ -1,0 +1,15 @@
+"""Workloads of adamw: the tensors of a Llama-family model of a billion parameters, and of many small tensors."""
+
+from typing import Any
+
+_SMOKE: dict[str, Any] = {"tier": "smoke", "layers": 2, "width": 64, "inner": 96, "kv": 16, "vocabulary": 101}
+_BILLION: dict[str, Any] = {"layers": 16, "width": 2048, "inner": 8192, "kv": 512, "vocabulary": 32000}
+_SMALL: dict[str, Any] = {"layers": 300, "width": 64, "inner": 128, "kv": 16, "vocabulary": 1000}
+
+WORKLOADS = [
+    {**_SMOKE, "name": "smoke_f32", "dtype": "float32"},
+    {**_SMOKE, "name": "smoke_master", "dtype": "float16"},
+    {**_BILLION, "name": "1b_master", "tier": "quick", "dtype": "bfloat16"},
+    {**_BILLION, "name": "1b_f32", "tier": "full", "dtype": "float32"},
+    {**_SMALL, "name": "many_small", "tier": "full", "dtype": "bfloat16"},
+]
