@@ -88,7 +88,14 @@ def choose(
         return "all" if option is None else show(option) if option in options else f"{option} (nothing recorded)"
 
     picked: str | None = st.selectbox(
-        label, choices, key=_key(name), format_func=words, help=help, on_change=_moved, args=(name, default, _same)
+        label,
+        choices,
+        key=_key(name),
+        format_func=words,
+        help=help,
+        placeholder="all",
+        on_change=_moved,
+        args=(name, default, _same),
     )
     return picked
 

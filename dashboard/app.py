@@ -12,11 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import streamlit as st
+from PIL import Image
 
 sys.path[:0] = [] if str(Path(__file__).parents[1]) in sys.path else [str(Path(__file__).parents[1])]
 
 from dashboard import address, parts  # noqa: E402
 from dashboard.source import Source, open_source  # noqa: E402
+from dashboard.theme import BLUE, ORANGE, SKY  # noqa: E402
 from dashboard.views import (  # noqa: E402
     compare,
     history,
@@ -44,7 +46,7 @@ LOCAL_S, REMOTE_S = 3.0, 20.0
 
 STYLE = """
 <style>
-.block-container {padding-top: 3.2rem; padding-bottom: 2rem; max-width: 1500px;}
+.block-container {padding: 4rem 2rem 2rem; max-width: 1500px;}
 @media (max-width: 640px) {.block-container {padding-left: 0.8rem; padding-right: 0.8rem;}}
 h1 {font-size: 1.9rem !important; padding: 0 !important;}
 </style>
@@ -53,7 +55,7 @@ h1 {font-size: 1.9rem !important; padding: 0 !important;}
 
 def main() -> None:
     """Draw the page that the URL names."""
-    st.set_page_config(page_title="pairbench", page_icon=":material/speed:", layout="wide")
+    st.set_page_config(page_title="pairbench", page_icon=icon(), layout="wide")
     st.html(STYLE)
     source = open_source(
         os.environ.get("PAIRBENCH_DASHBOARD_STORE") or None, os.environ.get("PAIRBENCH_DASHBOARD_BRANCH") or "HEAD"
@@ -78,6 +80,14 @@ def main() -> None:
         follow(source)
     with source.drawing():
         chosen.run()
+
+
+def icon() -> Image.Image:
+    """The page's icon, drawn here: named ones are fetched from the network."""
+    picture = Image.new("RGB", (32, 32), BLUE)
+    picture.paste(ORANGE, (6, 16, 14, 28))
+    picture.paste(SKY, (18, 6, 26, 28))
+    return picture
 
 
 def draw(view: parts.View, module: ModuleType) -> None:

@@ -166,10 +166,14 @@ def table(
     shown = list(order) if order is not None else list(dict.fromkeys(key for row in rows for key in row))
     frame = pd.DataFrame([{key: _cell(row.get(key)) for key in shown} for row in rows], columns=shown)
     more: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-row"} if select else {}
+    settings = dict(columns or {})
+    for key in frame.columns[[kind.kind == "f" for kind in frame.dtypes]]:
+        settings.setdefault(key, st.column_config.NumberColumn(format="%.4g"))
     event = st.dataframe(
         frame,
         hide_index=True,
-        column_config={key: value for key, value in (columns or {}).items() if key in shown},
+        placeholder="",
+        column_config={key: value for key, value in settings.items() if key in shown},
         height=height if height is not None else min(36 * (len(rows) + 1) + 3, 420),
         key=f"table {name}",
         **more,

@@ -19,7 +19,8 @@ SETTINGS: Final[dict[str, Any]] = {
     "server_fileWatcherType": "none",
     "server_runOnSave": False,
     "client_toolbarMode": "viewer",
-    "theme_primaryColor": "#0072B2",
+    "theme_light_primaryColor": "#0072B2",
+    "theme_dark_primaryColor": "#56B4E9",
     "global_developmentMode": False,
 }
 VIEWS: Final = ("overview", "technique", "history", "regressions", "compare", "serving", "scaling", "runs")

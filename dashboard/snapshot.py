@@ -216,8 +216,8 @@ def _gpus(snapshot: Snapshot) -> str:
         for row in rows
     )
     return (
-        "<h2 id='gpus'>When each GPU type last ran</h2><div class='scroll'><table><tr><th>GPU type</th><th>last run</th>"
-        f"<th>last CI run</th><th>runs</th><th>records</th></tr>{lines}</table></div>"
+        "<h2 id='gpus'>When each GPU type last ran</h2><div class='scroll'><table><tr><th>GPU type</th>"
+        f"<th>last run</th><th>last CI run</th><th>runs</th><th>records</th></tr>{lines}</table></div>"
     )
 
 

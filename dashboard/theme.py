@@ -38,7 +38,7 @@ LOOKS: Final = {
     "not run": Look("line-ew-open", "–", GREY, "not run", "no record at all; a gap, never a zero"),
     "wrong": Look("x", "✖", VERMILLION, "wrong", "the result is outside its bound; no timing counts"),
     "failed": Look("triangle-down", "▼", PURPLE, "failed", "error, out of memory, timeout or implausible"),
-    "stale": Look("hourglass-open", "⧗", ORANGE, "stale", "newer commits were measured on this GPU type without it"),
+    "stale": Look("square-open", "□", ORANGE, "stale", "newer commits were measured on this GPU type without it"),
 }
 FAILURES: Final = ("error", "oom", "timeout", "implausible")
 
@@ -102,7 +102,7 @@ def layout(**more: Any) -> dict[str, Any]:
     """What all figures share: room for a phone, the legend below, hover on the nearest point."""
     return {
         "margin": {"l": 10, "r": 10, "t": 30, "b": 10},
-        "legend": {"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0, "title": None},
+        "legend": {"orientation": "h", "yref": "container", "yanchor": "bottom", "y": 0.0, "x": 0, "title": None},
         "hovermode": "closest",
         "font": {"size": 12},
         "hoverlabel": {"align": "left"},

@@ -44,7 +44,6 @@ def diverging(rows: Sequence[Mapping[str, Any]], most: int) -> go.Figure:
             )
         )  # fmt: skip
     fig.update_layout(**layout(height=140 + 22 * len(shown), barmode="overlay", bargap=0.25))
-    fig.update_layout(legend={"y": 1.0, "yanchor": "bottom"})
     fig.update_xaxes(title="B over A, %", zeroline=True, zerolinecolor=GREY, ticksuffix=" %")
     fig.update_yaxes(automargin=True, categoryorder="array", categoryarray=list(reversed(names)), tickfont={"size": 10})
     return fig

@@ -30,11 +30,9 @@ def coverage(rows: Sequence[Mapping[str, Any]], metric: str, ages: Mapping[str, 
     fig.add_trace(_cells(rows, metric, place, column))
     fig.add_traces(_numbers(rows, metric, place, column, ages))
     fig.add_traces(_signs(rows, metric, place, column, ages))
-    height = 130 + ROW_PX * len(names)
-    fig.update_layout(**layout(margin={"l": 10, "r": 10, "t": 40, "b": 10}, dragmode=False, height=height))
-    fig.update_layout(
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.0 + 30 / height, "x": 0}, plot_bgcolor="rgba(0,0,0,0)"
-    )
+    height = 70 + ROW_PX * len(names)
+    fig.update_layout(**layout(margin={"l": 10, "r": 10, "t": 50, "b": 10}, dragmode=False, height=height))
+    fig.update_layout(showlegend=False, plot_bgcolor="rgba(0,0,0,0)")
     fig.update_xaxes(tickvals=list(range(len(gpus))), ticktext=[esc(cut(g, 24)) for g in gpus], side="top",
                      range=[-0.5, len(gpus) - 0.5], showgrid=False, zeroline=False, fixedrange=True)  # fmt: skip
     fig.update_yaxes(tickvals=list(range(len(names))), ticktext=[esc(cut(n, 26)) for n in names],

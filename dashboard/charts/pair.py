@@ -19,6 +19,12 @@ def looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     return {name: (LINES[at % len(LINES)], SYMBOLS[at % len(SYMBOLS)]) for at, name in enumerate(names)}
 
 
+def variant_looks(rows: Rows) -> dict[str, tuple[str, str]]:
+    """The looks of variants: baseline and optimized are the same everywhere, whatever else is shown."""
+    others = sorted({str(row["variant"]) for row in rows} - {"baseline", "optimized"})
+    return looks(["baseline", "optimized", *others])
+
+
 def label(row: Mapping[str, Any]) -> str:
     """A workload in a few words."""
     ranks = f" ×{row['ranks']}" if (row.get("ranks") or 1) > 1 else ""
@@ -27,10 +33,9 @@ def label(row: Mapping[str, Any]) -> str:
 
 def speedups(rows: Rows, metric: str = "speedup") -> go.Figure:
     """Speedup of each variant on each workload with its interval; the line at 1 is what it is measured against."""
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
-    marks = looks(variants)
+    marks = variant_looks(rows)
     fig = go.Figure()
-    for variant in variants:
+    for variant in marks:
         own = [r for r in rows if r["variant"] == variant and r[f"m_{metric}"] is not None]
         if not own:
             continue
@@ -66,7 +71,7 @@ def roofline(rows: Rows, ceilings: Mapping[str, Any]) -> go.Figure:
     """
     own = [r for r in rows if (r["work_flops"] or 0) > 0 and (r["work_bytes"] or 0) > 0 and r["m_latency"]]
     fig = go.Figure()
-    marks = looks(list(dict.fromkeys(row["variant"] for row in rows)))
+    marks = variant_looks(rows)
     spots = {id(r): (r["work_flops"] / r["work_bytes"], r["work_flops"] / r["m_latency"]) for r in own}
     roofs = [rate for rate in (ceilings.get("matmul") or {}).values() if rate]
     if own and ceilings.get("copy") and roofs:
@@ -170,7 +175,7 @@ def _ticks(count: int, wanted: int = 6) -> list[int]:
 
 def bars(rows: Rows, column: str, title: str, bytes_: bool = False) -> go.Figure:
     """A bar a variant and workload; what was not measured has none, which is not zero."""
-    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    variants = list(variant_looks(rows))
     fig = go.Figure()
     say = size if bytes_ else seconds
     scale = 2.0**20 if bytes_ else 1.0

@@ -17,7 +17,7 @@ Value = Callable[[Mapping[str, Any]], float | None]
 
 def group_of(row: Mapping[str, Any]) -> str:
     """What stays the same while ranks change, in words."""
-    return f"{row['technique']} {row['variant']}, {row['group']} {row['dtype']}, {row['gpu']}"
+    return f"{row['variant']}, {row['group']} {row['dtype']}, {row['gpu']}"
 
 
 def by_ranks(

@@ -10,7 +10,7 @@ import streamlit as st
 from dashboard import address, parts, queries
 from dashboard.charts import heatmap
 from dashboard.text import ago, short
-from dashboard.theme import FAILURES, LOOKS, VERDICTS, signed, verdict_signed
+from dashboard.theme import FAILURES, LOOKS, VERDICTS, look, signed, verdict_signed
 from harness.regress.present import change, what_changed
 
 NEWEST = 8
@@ -54,6 +54,8 @@ def _figures(rows: Sequence[Mapping[str, Any]]) -> None:
 def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     st.subheader("What pays where", anchor="coverage")
     ages = {row["time"]: queries.age_s(row["time"]) for row in rows}
+    signs = {look(row["status"]) for row in rows} | ({LOOKS["stale"]} if any(row["stale"] for row in rows) else set())
+    st.caption("   ".join(f"{one.sign} {one.title}" for one in LOOKS.values() if one in signs))
     fig = heatmap.coverage(rows, metric, ages)
     event = parts.figure(fig, "coverage", select="points")
     for point in parts.points_of(event):

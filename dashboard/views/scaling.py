@@ -25,20 +25,25 @@ def render(view: parts.View) -> None:
         return
     with st.container(horizontal=True):
         names = sorted({row["technique"] for row in rows})
-        technique = address.choose("Technique", "technique", names)
-        gpu = address.choose("GPU type", "gpu", sorted({row["gpu"] for row in rows}))
+        technique = address.choose("Technique", "technique", names, names[0])
+        gpu = address.choose("GPU type", "gpu", sorted({row["gpu"] for row in rows if row["technique"] == technique}))
         variants = address.choose_several("Variants", "variant", sorted({row["variant"] for row in rows}),
                                           help="None chosen: baseline and optimized.")  # fmt: skip
-    if technique is not None and technique not in names:
-        st.caption("The technique in the address was measured at one number of ranks only. Choose another, or all.")
+    if technique not in names:
+        st.caption("The technique in the address was measured at one number of ranks only. Choose another.")
     wanted = variants or ["baseline", "optimized"]
-    own = [row for row in rows if technique in (None, row["technique"]) and gpu in (None, row["gpu"])
+    own = [row for row in rows if row["technique"] == technique and gpu in (None, row["gpu"])
            and row["variant"] in wanted]  # fmt: skip
     passed = [row for row in own if row["status"] == "passed"]
     if not passed:
         parts.nothing("No figure fits these filters.", "What did not pass makes no point; a gap is never a zero.",
                       "The table below says what happened, if anything did.")  # fmt: skip
     else:
+        ranks: dict[str, set[int]] = {}
+        for row in passed:
+            ranks.setdefault(scaling.group_of(row), set()).add(row["ranks"])
+        if all(len(found) == 1 for found in ranks.values()):
+            st.caption("No workload here was measured at two numbers of ranks: there are points, and no line yet.")
         _speed(passed)
         _costs(passed)
         _bubble(passed)
