@@ -8,8 +8,10 @@ Hugging Face's code). The gradient is the rotation by the opposite angle.
 
 Bytes through device memory, per element of q and k of e bytes:
 
-    plain  negate and concatenate (rotate half: 2e, then 2e), two products (2e each), one sum (3e): 11e
-    fused  read and write: 2e, forward and backward alike
+    forward   plain  negate one half (1e), concatenate (2e), two products (2e each), one sum (3e): 10e
+              fused  read and write: 2e
+    backward  plain  two products (2e each), negate (1e), two slices padded by zeros (2e each), two sums (3e each): 15e
+              fused  read and write: 2e
 
 The tables add rotated width / 2 elements each a token, shared by all heads: 1 / (query heads + key heads) of 2e.
 
@@ -268,26 +270,32 @@ class _Rope(torch.autograd.Function):
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions: torch.Tensor | None,
+        inplace: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin, positions)
-        ctx.mark_dirty(q, k)
-        return rope_forward(q, k, cos, sin, positions)
+        if inplace:
+            ctx.mark_dirty(q, k)
+            return rope_forward(q, k, cos, sin, positions)
+        _check(q, k, cos, sin, positions)
+        outputs = _beside(q, cos), _beside(k, cos)
+        _launch(q, k, *outputs, cos, sin, positions, backward=False)
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin, positions = ctx.saved_tensors
-        grads = []
-        # Written beside, not over, the incoming gradients: others may hold them. The bytes are the same.
-        for grad in (grad_q, grad_k):
-            rotated = 2 * cos.shape[1] == grad.shape[-1]
-            grads.append(torch.empty(grad.shape, dtype=grad.dtype, device=grad.device) if rotated else grad.clone())
         sources = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in (grad_q, grad_k)]
         _check(*sources, cos, sin, positions)
+        # Written beside, not over, the incoming gradients: others may hold them. The bytes are the same.
+        grads = [_beside(grad, cos) for grad in sources]
         _launch(*sources, *grads, cos, sin, positions, backward=True)
-        return grads[0], grads[1], None, None, None
+        return grads[0], grads[1], None, None, None, None
+
+
+def _beside(heads: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """A tensor for the result, laid out as `heads`; it holds their values where nothing is rotated."""
+    return torch.empty_like(heads) if 2 * cos.shape[1] == heads.shape[-1] else heads.clone()
 
 
 def rope(
@@ -296,7 +304,8 @@ def rope(
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor | None = None,
+    inplace: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`rope_forward` with a gradient. q and k are overwritten, so neither may be a leaf that requires grad."""
-    q_out, k_out = _Rope.apply(q, k, cos, sin, positions)
+    """`rope_forward` with a gradient. In place, neither q nor k may be a leaf that requires grad."""
+    q_out, k_out = _Rope.apply(q, k, cos, sin, positions, inplace)
     return q_out, k_out

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from suites.pair_suite import PairSuite
+
 _SMOKE: dict[str, Any] = {"tier": "smoke", "layers": 2, "width": 64, "inner": 96, "kv": 16, "vocabulary": 101}
 _BILLION: dict[str, Any] = {"layers": 16, "width": 2048, "inner": 8192, "kv": 512, "vocabulary": 32000}
 _SMALL: dict[str, Any] = {"layers": 300, "width": 64, "inner": 128, "kv": 16, "vocabulary": 1000}
@@ -13,3 +15,11 @@ WORKLOADS = [
     {**_BILLION, "name": "1b_f32", "tier": "full", "dtype": "float32"},
     {**_SMALL, "name": "many_small", "tier": "full", "dtype": "bfloat16"},
 ]
+
+
+class Adamw(PairSuite):
+    """asv's view of adamw."""
+
+    def setup_cache(self) -> object:
+        """Measures every workload of the tier, once for all metrics."""
+        return self.measure()

@@ -135,6 +135,29 @@ def test_extremes_stay_in_their_elements(draw, assert_near):
     assert_near(params[0][keep], want[0][keep], units=16)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_goes_on_from_given_state(on_device, draw):
+    params = [draw(300, dtype=torch.bfloat16), draw(40, seed=1)]
+    grads = [[draw(300, dtype=torch.bfloat16, seed=step), draw(40, seed=step + 9)] for step in (2, 3)]
+    again = [param.clone() for param in params]
+    whole = AdamW(params, on_device=on_device, **OPTIONS)
+    whole.step(grads[0])
+    half = AdamW(again, **OPTIONS)
+    half.step(grads[0])
+    state = [[t.clone() for t in moments] for moments in (half.exp_avgs, half.exp_avg_sqs)]
+    masters = [half.masters[0].clone(), torch.empty(40, device=params[0].device)]
+    rest = AdamW(again, on_device=on_device, masters=masters, exp_avgs=state[0], exp_avg_sqs=state[1], **OPTIONS)
+    rest.steps = 1
+    whole.step(grads[1])
+    rest.step(grads[1])
+    assert rest.steps == 2
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+    with pytest.raises(ValueError, match=r"exp_avgs\[0\]: "):
+        AdamW(params, exp_avgs=[params[0], params[1]])
+    with pytest.raises(ValueError, match="masters: has 1"):
+        AdamW(params, masters=masters[:1])
+
+
 def test_bytes_a_parameter():
     assert bytes_per_parameter(torch.float32, torch.float32) == 28
     assert bytes_per_parameter(torch.bfloat16, torch.bfloat16) == 28

@@ -87,6 +87,18 @@ def test_autograd_equals_autograd_of_the_plain_way(half, draw, gradients, assert
         assert_near(actual, expected, units=4)
 
 
+@pytest.mark.parametrize("half", [4, 3])
+def test_beside_gives_what_in_place_gives_and_keeps_the_inputs(half, draw):
+    q, k = draw(2, 4, 5, 8).transpose(1, 2), draw(2, 5, 2, 8, seed=1)
+    cos, sin = tables(5, half, q.device)
+    kept = q.clone(), k.clone()
+    outputs = rope(q, k, cos, sin, inplace=False)
+    assert torch.equal(q, kept[0])
+    assert torch.equal(k, kept[1])
+    assert [output.stride() for output in outputs] == [q.stride(), k.stride()]
+    assert all(torch.equal(a, b) for a, b in zip(outputs, rope_forward(q, k, cos, sin), strict=True))
+
+
 def test_backward_leaves_the_incoming_gradient_alone(draw):
     q, k = draw(1, 3, 2, 8).requires_grad_(), draw(1, 3, 2, 8, seed=1).requires_grad_()
     cos, sin = tables(3, 4, q.device)
