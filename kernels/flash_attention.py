@@ -136,16 +136,26 @@ def flash_attention_backward(
     if grad_lse is not None and grad_lse.stride(-1) != 1:
         grad_lse = grad_lse.contiguous()
     config = config or flash_attention_kernel(problem, q, k, v)
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    # Rows of 16 bytes' multiples, which the copy engine can address.
+    padded = (lse.shape[-1] + 3) // 4 * 4
+    shift, delta = (lse.new_empty(*lse.shape[:-1], padded)[..., : lse.shape[-1]] for _ in range(2))
     run(row_terms_launch(problem, out, grad_out, lse, grad_lse, shift, delta), q)
-    two_passes = deterministic or config.two_passes
-    sums = None if two_passes else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     inputs = (q, k, v, grad_out)
-    run(backward_launch(problem, config, inputs, dk, dv, sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
-    if sums is None:
+    if config.hopper_backward and not deterministic:
+        from .flash_attention_hopper_launch import hopper_backward_launch, hopper_backward_rows
+
+        rows = hopper_backward_rows(problem)
+        sums = q.new_zeros(problem.batch, rows, problem.heads, problem.head_dim, dtype=torch.float32)
+        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta), q)
+        torch.mul(sums[:, : problem.q_len], problem.scale, out=dq)
+        return dq, dk, dv
+    two_passes = deterministic or config.two_passes
+    dq_sums = None if two_passes else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    run(backward_launch(problem, config, inputs, dk, dv, dq_sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
+    if dq_sums is None:
         run(query_gradient_launch(problem, config, inputs, dq, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
     else:
-        torch.mul(sums, problem.scale, out=dq)
+        torch.mul(dq_sums, problem.scale, out=dq)
     return dq, dk, dv
 
 

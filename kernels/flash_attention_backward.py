@@ -23,7 +23,7 @@ from .flash_attention_forward import load_tile, sequence_descriptor, soft_cap, s
 def row_terms_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_lb, stride_lh, stride_gb, stride_gh,
-    rows, heads,
+    stride_rb, stride_rh, rows, heads,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
     """Per query row: delta = Σ o·do - dlse, and the shift of the exponent, log-sum-exp in base 2.
@@ -43,8 +43,8 @@ def row_terms_kernel(
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + batch * stride_gb + head * stride_gh + offs, mask=inside, other=0.0)
         delta -= dlse
-    base = batch * stride_lb + head * stride_lh + offs
-    lse = tl.load(lse_ptr + base, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + batch * stride_lb + head * stride_lh + offs, mask=inside, other=0.0)
+    base = batch * stride_rb + head * stride_rh + offs
     shift = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(shift_ptr + base, shift, mask=inside)
     tl.store(delta_ptr + base, delta, mask=inside)

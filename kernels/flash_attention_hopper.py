@@ -99,17 +99,16 @@ def _masked(
 
 
 @gluon.jit
-def _settled(sums):
-    """The same sums, which are computed before any instruction after this one that waits.
+def settled(values):
+    """The same values (none of them negative), which are computed before any instruction after this one that waits.
 
     The assembler moves a wait for the matrix units up past arithmetic that does not depend on it, which would put the
-    softmax behind the product that it should run beside. It moves none past a warp's synchronization, and the mask
-    of this one, always full, is computed from the sums: they are never negative.
+    softmax behind the product that it should run beside. It moves none past an event that the arithmetic decides on;
+    this one, raised by a negative exponential, never happens.
     """
     return gl.inline_asm_elementwise(
-        "{ .reg .pred never; .reg .b32 lanes; setp.lt.f32 never, $1, 0f00000000; "
-        "selp.b32 lanes, 0, -1, never; bar.warp.sync lanes; mov.f32 $0, $1; }",
-        "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
+        "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; @never pmevent 1; mov.f32 $0, $1; }",
+        "=f,f", [values], dtype=gl.float32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -153,7 +152,7 @@ def _walk(
         if MASKED:
             scores = _masked(scores, block, start, q_len, kv_len, S_LAYOUT, ROWS, BLOCK_N, CAUSAL)
         row_max, new_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED)
-        row_sum = _settled(row_sum * alpha + gl.sum(new_p, 1))
+        row_sum = settled(row_sum * alpha + gl.sum(new_p, 1))
         next_p = gl.convert_layout(new_p.to(q.dtype), P_LAYOUT)
         acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
         mbarrier.arrive(v_empty.index(before), count=1)

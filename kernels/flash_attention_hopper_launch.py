@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .flash_attention_hopper import hopper_forward_kernel
+from .flash_attention_hopper_backward import hopper_backward_kernel
 from .flash_attention_plan import LOG2_E, heads_per_section, is_describable
 from .flash_attention_problem import Problem
 from .launch import Launch
@@ -56,18 +57,21 @@ def _multiprocessors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def _element(dtype: torch.dtype) -> gl.dtype:
+    return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+
+
 def _descriptor(tensor: torch.Tensor, block: int) -> TensorDescriptor:
     batch, rows, heads, dim = tensor.shape
     aligned = 16 * heads * dim  # a valid stride for a dimension of one, whose own means nothing
     strides = [s if n > 1 else aligned for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    element = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
     block_shape = [1, 1, block, dim]
     return TensorDescriptor(
         tensor,
         [batch, heads, rows, dim],
         [strides[0], strides[2], strides[1], 1],
         block_shape,
-        gl.NVMMASharedLayout.get_default_for(block_shape, element),
+        gl.NVMMASharedLayout.get_default_for(block_shape, _element(tensor.dtype)),
     )
 
 
@@ -119,3 +123,74 @@ def hopper_forward_launch(
     }
     grid = (min(programs, num_tiles * num_heads),)
     return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
+
+
+def hopper_backward_rows(problem: Problem) -> int:
+    """Query rows of a head as the backward holds dQ's sums: whole tiles."""
+    block_m = _backward_block_m(problem)
+    return int(triton.cdiv(problem.q_len, block_m)) * block_m
+
+
+def _backward_block_m(problem: Problem) -> int:
+    return 64 if problem.head_dim == 128 else 128
+
+
+def hopper_backward_launch(
+    problem: Problem,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    dq_sums: torch.Tensor,
+    shift: torch.Tensor,
+    delta: torch.Tensor,
+    stages: int = 2,
+) -> Launch:
+    """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
+    over scale into `dq_sums`, float32 [B, hopper_backward_rows, H, D], zero before.
+
+    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
+    tensor's strides are not supported.
+    """
+    reason = unsupported_by_hopper(problem)
+    if reason is not None:
+        raise ValueError(f"{reason}; leave the kernel's choice open")
+    q, k, v, grad_out = inputs
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("grad_out", grad_out), ("shift", shift), ("delta", delta)):
+        if not is_describable(tensor):
+            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
+    block_m, block_n = _backward_block_m(problem), 128
+    num_tiles = triton.cdiv(problem.kv_len, block_n)
+    num_heads = problem.batch * problem.kv_heads
+    bytes_a_row = problem.head_dim * (2 * q.element_size() + 4)
+    query_bytes = problem.q_len * bytes_a_row * (problem.heads // problem.kv_heads)
+    flat_rows = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    row_shape = [problem.batch * problem.heads, problem.q_len]
+    args = {
+        "q_desc": _descriptor(q, block_m),
+        "k_desc": _descriptor(k, block_n),
+        "v_desc": _descriptor(v, block_n),
+        "do_desc": _descriptor(grad_out, block_m),
+        "shift_desc": TensorDescriptor(shift, row_shape, [shift.stride(1), 1], [1, block_m], flat_rows),
+        "delta_desc": TensorDescriptor(delta, row_shape, [delta.stride(1), 1], [1, block_m], flat_rows),
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "dq_ptr": dq_sums,
+        "q_len": problem.q_len,
+        "kv_len": problem.kv_len,
+        "num_tiles": num_tiles,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "num_heads": num_heads,
+        "heads_per_section": heads_per_section(problem, q, problem.kv_heads, query_bytes),
+        "scale_log2": problem.scale * LOG2_E,
+        "scale": problem.scale,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "HEAD_DIM": problem.head_dim,
+        "STAGES": stages,
+        "GROUP": problem.heads // problem.kv_heads,
+        "CAUSAL": problem.right == 0,
+        "DS_LAYOUT": gl.NVMMASharedLayout.get_default_for([block_n, block_m], _element(q.dtype)),
+    }
+    grid = (num_tiles * num_heads,)
+    return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

@@ -45,7 +45,8 @@ class Config:
     `descriptors` loads tiles through tensor descriptors (Hopper's bulk copy engine) instead of pointers;
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
     the deterministic backward even when nobody asked: where one pass would not fit the registers. `hopper` (a
-    HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead.
+    HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead, `hopper_backward` the
+    one-pass backward.
     """
 
     forward: Tile
@@ -55,14 +56,15 @@ class Config:
     descriptor_adds: bool = False
     two_passes: bool = False
     hopper: Any = None
+    hopper_backward: bool = False
 
     def describe(self) -> str:
         """The choice in words, for a record."""
         source = "descriptors" if self.descriptors else "pointers"
         passes = "two passes" if self.two_passes else "one pass"
-        if self.hopper is not None:
-            return f"gluon forward {self.hopper}; triton, {source}, backward {self.backward} in {passes}"
-        return f"triton, {source}, forward {self.forward}, backward {self.backward} in {passes}"
+        forward = f"triton, {source}, {self.forward}" if self.hopper is None else f"gluon, {self.hopper}"
+        backward = "gluon" if self.hopper_backward else f"triton, {source}, {self.backward} in {passes}"
+        return f"forward {forward}; backward {backward}"
 
 
 # Hopper by head dimension (rounded up to a power of two): each fits 227 KB of shared memory and 255 registers.
@@ -231,6 +233,8 @@ def row_terms_launch(
         **_strides("o", out, problem.varlen),
         **_strides("do", grad_out, problem.varlen),
         **_row_strides(lse, problem.varlen),
+        "stride_rb": 0 if problem.varlen else shift.stride(0),
+        "stride_rh": shift.stride(-2),
         "stride_gb": 0 if grad_lse is None or problem.varlen else grad_lse.stride(0),
         "stride_gh": 0 if grad_lse is None else grad_lse.stride(-2),
         "rows": rows,

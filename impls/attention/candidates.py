@@ -55,8 +55,8 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
             Candidate(f"triton {tile} two passes", direction, head_dim, replace(base, two_passes=True), 0.6,
                       "seven products where five suffice, no atomic adds"),
         ]  # fmt: skip
-    elif head_dim in (64, 128) and capability == (9, 0):
-        found += _hopper(head_dim, base)
+    if head_dim in (64, 128) and capability == (9, 0):
+        found += _hopper(head_dim, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
     return found
 
 
@@ -111,6 +111,16 @@ def _hopper(head_dim: int, base: Config) -> list[Candidate]:
     ]
 
 
+def _hopper_backward(head_dim: int, base: Config) -> Candidate:
+    why = {
+        128: "exponentials beside dP's product, dS beside dV's; a feeder; adds by threads are what may bind it",
+        64: "the same with 128 queries a tile; the compiler keeps about ten values of the loop out of registers",
+    }[head_dim]
+    share = {128: 0.82, 64: 0.72}[head_dim]
+    config = replace(base, hopper_backward=True)
+    return Candidate("hopper one pass", "backward", head_dim, config, share, why, group="hopper")
+
+
 def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch]:
     """The launches whose code a candidate's speed hangs on, over tensors without storage: to compile, not to run."""
     dim, config = candidate.head_dim, candidate.config
@@ -124,6 +134,10 @@ def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch
             return [hopper_forward_launch(problem, config.hopper, q, q, q, q, rows)]
         return [forward_launch(problem, config, q, q, q, q, rows, None, None)]
     inputs = (q, q, q, q)
+    if config.hopper_backward:
+        from kernels.flash_attention_hopper_launch import hopper_backward_launch
+
+        return [hopper_backward_launch(problem, inputs, q, q, torch.empty(q.shape, device="meta"), rows, rows)]
     sums = None if config.two_passes else torch.empty(q.shape, device="meta")
     first = backward_launch(problem, config, inputs, q, q, sums, rows, rows, None, None)
     if sums is not None:

@@ -75,6 +75,12 @@ class Shared:
     def reshape(self, shape: list[int]) -> Shared:
         return Shared(self.data.view(shape))
 
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data.narrow(dim, int(start), int(length)))
+
+    def load(self, layout: Any) -> torch.Tensor:
+        return self.data.clone()
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
@@ -91,18 +97,26 @@ class Barriers:
 
 
 class Descriptor:
-    """A rank-4 tensor descriptor of a [B, S, H, D] tensor in the kernel's order (batch, head, row, column)."""
+    """A tensor descriptor: a view in the kernel's order of dimensions, and the block that one copy moves."""
 
-    def __init__(self, tensor: torch.Tensor, rows: int) -> None:
-        self.view = tensor.permute(0, 2, 1, 3)
-        shape = [1, 1, rows, tensor.shape[-1]]
-        self.dtype, self.layout = tensor.dtype, None
-        self.block_type = types.SimpleNamespace(shape=shape, nbytes=rows * tensor.shape[-1] * tensor.element_size())
+    def __init__(self, view: torch.Tensor, block: list[int]) -> None:
+        self.view, self.dtype, self.layout = view, view.dtype, None
+        nbytes = torch.Size(block).numel() * view.element_size()
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=nbytes)
 
-    def rows(self, coord: list[int]) -> torch.Tensor:
-        batch, head, row, _ = (int(c) for c in coord)
-        assert row >= 0, "the copy engine clips below zero too, but this kernel never asks it to"
-        return self.view[batch, head, row : row + self.block_type.shape[2]]
+    def part(self, coord: list[int]) -> torch.Tensor:
+        """The block at `coord`, cut off where the tensor ends."""
+        part = self.view
+        for dim, (start, size) in enumerate(zip(coord, self.block_type.shape, strict=True)):
+            assert start >= 0, "the copy engine clips below zero too, but these kernels never ask it to"
+            first = min(int(start), part.shape[dim])
+            part = part.narrow(dim, first, min(size, part.shape[dim] - first))
+        return part
+
+
+def heads_first(tensor: torch.Tensor, rows: int) -> Descriptor:
+    """A [B, S, H, D] tensor as the kernels see it: batch, head, row, column."""
+    return Descriptor(tensor.permute(0, 2, 1, 3), [1, 1, rows, tensor.shape[-1]])
 
 
 class Token:
@@ -142,17 +156,17 @@ def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
 
 
 def _copy_in(desc: Descriptor, coord: list[int], barrier: Barrier, buffer: Shared) -> None:
-    source = desc.rows(coord)
+    source = desc.part(coord)
     block = torch.zeros(desc.block_type.shape, dtype=desc.dtype)
-    block[0, 0, : source.shape[0]] = source
+    block[tuple(slice(n) for n in source.shape)] = source
     buffer.data.copy_(block)
     assert barrier.bytes >= desc.block_type.nbytes, "more bytes arrive than the barrier expects"
     barrier.change(0, -desc.block_type.nbytes)
 
 
 def _copy_out(desc: Descriptor, coord: list[int], buffer: Shared) -> None:
-    target = desc.rows(coord)
-    target.copy_(buffer.data[0, 0, : target.shape[0]])
+    target = desc.part(coord)
+    target.copy_(buffer.data[tuple(slice(n) for n in target.shape)])
 
 
 def _expect(barrier: Barrier, nbytes: int) -> None:
@@ -166,7 +180,7 @@ def _init(barrier: Barrier, count: int) -> None:
 
 
 class Memory:
-    """lse_ptr: a flat tensor that offsets are added to."""
+    """A pointer argument: a flat tensor that offsets are added to."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -184,7 +198,16 @@ class Pointer:
 
 
 def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
-    pointer.data[pointer.offset[mask]] = value[mask]
+    mask = mask.expand_as(value)
+    pointer.data[pointer.offset.expand_as(value)[mask]] = value[mask]
+
+
+_adding = threading.Lock()
+
+
+def _atomic_add(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+    with _adding:
+        pointer.data.index_put_((pointer.offset,), value, accumulate=True)
 
 
 def _either(scalar: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,7 +259,8 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         max=lambda t, axis: t.amax(axis), sum=lambda t, axis: t.sum(axis), exp2=torch.exp2, log2=torch.log2,
-        convert_layout=lambda t, layout: t, store=_store, allocate_shared_memory=shared, warp_specialize=specialize,
+        convert_layout=lambda t, layout: t, store=_store, atomic_add=_atomic_add,
+        allocate_shared_memory=shared, warp_specialize=specialize,
         float32=torch.float32, int64=torch.int64, constexpr=operator.index,
         SliceLayout=lambda *a: None, NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
@@ -257,7 +281,7 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         if name not in scope and hasattr(value, "fn"):
             function = value.fn
             scope[name] = types.FunctionType(function.__code__, scope, name, function.__defaults__)
-    scope["_settled"] = lambda sums: sums
+    scope["settled"] = lambda values: values
     scope["float"] = float
     scope["hasattr"] = hasattr
     types.FunctionType(kernel.fn.__code__, scope, "kernel", kernel.fn.__defaults__)(**args)

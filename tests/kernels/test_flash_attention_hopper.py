@@ -12,7 +12,15 @@ import torch
 
 from kernels.flash_attention import flash_attention
 from kernels.flash_attention_hopper import hopper_forward_kernel
-from kernels.flash_attention_hopper_launch import HopperTile, hopper_forward_launch, hopper_tile, unsupported_by_hopper
+from kernels.flash_attention_hopper_backward import hopper_backward_kernel
+from kernels.flash_attention_hopper_launch import (
+    HopperTile,
+    hopper_backward_launch,
+    hopper_backward_rows,
+    hopper_forward_launch,
+    hopper_tile,
+    unsupported_by_hopper,
+)
 from kernels.flash_attention_plan import Config, Tile
 from kernels.flash_attention_problem import Problem
 
@@ -54,8 +62,8 @@ def on_threads(p: Problem, tile: HopperTile, programs: int) -> tuple[torch.Tenso
     out, lse = torch.full_like(q, float("nan")), torch.full((p.batch, p.heads, p.q_len), float("nan"))
     args = dict(hopper_forward_launch(p, tile, q, k, v, out, lse).args)
     args |= {
-        "q_desc": threads.Descriptor(q, 64), "k_desc": threads.Descriptor(k, tile.block_n),
-        "v_desc": threads.Descriptor(v, tile.block_n), "o_desc": threads.Descriptor(out, 64),
+        "q_desc": threads.heads_first(q, 64), "k_desc": threads.heads_first(k, tile.block_n),
+        "v_desc": threads.heads_first(v, tile.block_n), "o_desc": threads.heads_first(out, 64),
         "lse_ptr": threads.Memory(lse.view(-1)),
     }  # fmt: skip
     threads.run_on_threads(hopper_forward_kernel, programs, args)
@@ -82,6 +90,38 @@ def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile:
     expected, expected_lse = exact(p, q, k, v)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], stages: int) -> None:
+    p = problem(*shape[:7])
+    q, k, v = draw(p, torch.float16)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(q.dtype)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = exact(p, *leaves)
+    expected = torch.autograd.grad(out, leaves, grad.double())
+    out, lse = out.detach(), lse.detach()
+    shift, delta = (torch.zeros(p.batch, p.heads, (p.q_len + 3) // 4 * 4)[..., : p.q_len] for _ in range(2))
+    shift.copy_(torch.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634))
+    delta.copy_((out * grad).sum(-1).transpose(1, 2))
+    dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
+    sums = torch.zeros(p.batch, hopper_backward_rows(p), p.heads, p.head_dim)
+    args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta, stages).args)
+    programs = -(-p.kv_len // 128) * p.batch * p.kv_heads
+    block = args["BLOCK_M"]
+    args |= {
+        "q_desc": threads.heads_first(q, block), "k_desc": threads.heads_first(k, 128),
+        "v_desc": threads.heads_first(v, 128), "do_desc": threads.heads_first(grad, block),
+        "shift_desc": threads.Descriptor(shift.reshape(-1, p.q_len), [1, block]),
+        "delta_desc": threads.Descriptor(delta.reshape(-1, p.q_len), [1, block]),
+        "dk_ptr": threads.Memory(dk.view(-1)), "dv_ptr": threads.Memory(dv.view(-1)),
+        "dq_ptr": threads.Memory(sums.view(-1)),
+    }  # fmt: skip
+    threads.run_on_threads(hopper_backward_kernel, programs, args)
+    for name, got, truth in zip("qkv", (sums[:, : p.q_len] * p.scale, dk, dv), expected, strict=True):
+        error, largest = (got.double() - truth).abs().max().item(), truth.abs().max().item()
+        assert error <= 4e-3 * max(1.0, largest), f"d{name}: off by {error:.3g}, the largest is {largest:.3g}"
 
 
 def test_a_slot_freed_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +162,15 @@ def test_the_kernel_on_its_gpu(shape: tuple[Any, ...], ping_pong: bool) -> None:
     p = problem(*shape)
     q, k, v = draw(p, torch.bfloat16)
     tile = replace(hopper_tile(p), ping_pong=ping_pong)
-    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), descriptors=True, hopper=tile)
-    out, lse = flash_attention(
-        *(t.cuda() for t in (q, k, v)), causal=p.right == 0, return_lse=True, config=config
-    )  # fmt: skip
-    expected, expected_lse = exact(p, q, k, v)
-    torch.testing.assert_close(out.cpu().double(), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-3, atol=1e-3)
+    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), True, True, False, tile, True)
+    leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
+    out, lse = flash_attention(*leaves, causal=p.right == 0, return_lse=True, config=config)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    expected, expected_lse = exact(p, *wide)
+    torch.testing.assert_close(out.detach().cpu().double(), expected.detach(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.detach().cpu().double(), expected_lse.detach(), rtol=1e-3, atol=1e-3)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(q.dtype)
+    got = torch.autograd.grad(out, leaves, grad.cuda())
+    for ours, truth in zip(got, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        largest = max(1.0, truth.abs().max().item())
+        assert (ours.cpu().double() - truth).abs().max().item() <= 2e-2 * largest
