@@ -48,7 +48,7 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
         if other != tile:
             config = replace(base, **{direction: other})
             found.append(Candidate(f"triton {other}", direction, head_dim, config, predicted, why))
-    if direction == "backward":
+    if direction == "backward" and not base.two_passes:
         found += [
             Candidate(f"triton {tile} adds by threads", direction, head_dim, replace(base, descriptor_adds=False), 0.6,
                       "no staging of dQ, but an atomic add for every four elements"),
