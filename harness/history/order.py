@@ -13,7 +13,7 @@ What is not on the line has a date's place, before all that is, so that it is ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -173,7 +173,8 @@ def order_commits(seen: Iterable[Seen], repository: Repository | None, branch: s
         raise unknown("branch", branch, repository.branches())
     line = repository.line(tip)
     order = Order(branch, repository=repository.top, line=tuple(commit for commit, _, _ in line))
-    on_line = set(order.line)
+    short = _abbreviated(recorded, order.line)
+    on_line = {*order.line, *(name for names in short.values() for name in names)}
     missing = {commit: item for commit, item in recorded.items() if commit not in on_line}
     known = repository.everything() if missing else {}
     if repository.shallow:
@@ -192,9 +193,21 @@ def order_commits(seen: Iterable[Seen], repository: Repository | None, branch: s
     order.places |= _by_date({c: i for c, i in missing.items() if c in known}, "elsewhere", known, len(order.places))
     own = repository.first_parents(tip)
     for rank, (commit, date, subject) in enumerate(line, ON_LINE):
-        if commit in recorded:
-            order.places[commit] = Place(commit, rank, "graph", commit not in own, date, subject)
+        for name in (commit, *short.get(commit, ())):
+            if name in recorded:
+                order.places[name] = Place(name, rank, "graph", commit not in own, date, subject)
     return order
+
+
+def _abbreviated(recorded: Iterable[str], line: Sequence[str]) -> dict[str, list[str]]:
+    """Commit on the line → the beginnings of it that records name it by (imported ones do)."""
+    names = [name for name in recorded if 7 <= len(name) < 40]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        near = [commit for commit in line if commit.startswith(name)]
+        if len(near) == 1:
+            found.setdefault(near[0], []).append(name)
+    return found
 
 
 def _by_date(
@@ -220,10 +233,10 @@ def resolve_selection(name: str, repository: Repository | None, recorded: Iterab
     commits = set(recorded)
     if name in commits:
         return name
+    if repository is not None and (found := repository.resolve(name)) is not None:
+        return found
     if len(name) >= 4 and (near := [commit for commit in commits if commit.startswith(name)]):
         if len(near) > 1:
             raise UsageError(f"{name!r} begins several recorded commits: {', '.join(sorted(near)[:5])}")
         return near[0]
-    if repository is not None and (found := repository.resolve(name)) is not None:
-        return found
     raise unknown("commit, branch, tag or run", name, {commit[:12] for commit in commits})

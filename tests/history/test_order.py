@@ -155,6 +155,13 @@ def test_what_a_word_selects(repo: Repo) -> None:
         resolve_selection("aaaa", None, ["aaaa1", "aaaa2"])
 
 
+def test_an_abbreviated_commit_stands_where_the_whole_one_does(repo: Repo) -> None:
+    commits = [repo.commit(f"c{n}") for n in range(3)]
+    order = order_commits(seen(commits[0], commits[1][:9], commits[2]), Repository(repo.root), "main")
+    assert [place.subject for place in order.sort(order.places)] == ["c0", "c1", "c2"]
+    assert order.place(commits[1][:9]).judged
+
+
 def test_a_folder_without_a_repository_is_said(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="no git repository"):
         Repository(tmp_path)
