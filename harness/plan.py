@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.discover import Technique, find, techniques, workloads_of
 from harness.errors import UsageError, unknown
+from harness.serving.sweep import RATE, sweep
 from harness.workload import TIERS, Workload, apply_settings, parse_workloads
 
 #: What a tier measures: full is the nightly set and the large shapes.
@@ -30,6 +31,7 @@ class Request:
     ranks: int | None = None
     model: str | None = None
     trace: str | None = None
+    rates: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def make_plan(request: Request) -> list[Item]:
             raise UsageError(f"technique {technique.name!r} cannot be used: {technique.problem}")
         everything = own.get(technique.name, []) if own is not None else workloads_of(technique)
         workloads = _select(technique, everything, request, own is not None, left_over)
-        workloads = [_set(w, request, unknown_settings) for w in workloads]
+        workloads = _at_rates([_set(w, request, unknown_settings) for w in workloads], technique, request)
         variants = _variants(technique, request)
         distinct = {w.workload_id: w for w in workloads}
         for ranks in sorted({w.ranks for w in distinct.values()}):
@@ -96,6 +98,16 @@ def _set(workload: Workload, request: Request, unknown_settings: set[str]) -> Wo
         if value is not None and key in workload.dims:
             settings[key] = Path(value).name  # a record says what was read, not where one machine keeps it
     return apply_settings(workload, settings)
+
+
+def _at_rates(workloads: list[Workload], technique: Technique, request: Request) -> list[Workload]:
+    """Each workload at each request rate that was asked for; those that send no requests are left out then."""
+    if not request.rates:
+        return workloads
+    sending = [w for w in workloads if RATE in w.dims]
+    if workloads and not sending and request.names:
+        raise UsageError(f"--request-rate: {technique.name} sends no requests, so it has no rate")
+    return [point for w in sending for point in sweep(w, request.rates)]
 
 
 def _variants(technique: Technique, request: Request) -> tuple[str, ...]:

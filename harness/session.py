@@ -23,6 +23,7 @@ from harness.record import EXIT_CODES, new_run_id
 from harness.report import Reporter
 from harness.runner import Runner, Settings
 from harness.serving.metrics import Slo
+from harness.serving.peer_runner import Peer, PeerRunner
 from harness.world import Joined, detect_world, join
 
 
@@ -30,6 +31,7 @@ from harness.world import Joined, detect_world, join
 class Options:
     """How a run is made, beside what it measures. store: where to; None means the user's own history.
 
+    peer: a server of somebody else to measure in the place of our own variants.
     limit_s, stall_s: seconds a technique may take in all, and without a sign of life; None takes the tier's.
     """
 
@@ -46,6 +48,7 @@ class Options:
     slo: tuple[float | None, float | None] = (None, None)
     gpu_hour_price: float | None = None
     csv: Path | None = None
+    peer: Peer | None = None
     argv: Sequence[str] = ()
 
 
@@ -110,7 +113,11 @@ class Session:
             if before is not None:
                 sink.append({**facts.header("sentinel"), "when": "start", **before})
             settings = self._settings()
-            runner = Runner(facts, sink, settings)
+            runner: Runner | PeerRunner = (
+                Runner(facts, sink, settings)
+                if options.peer is None
+                else PeerRunner(facts, sink, settings, options.peer)
+            )
             result.records = runner.records
             runner.run(items)
             verdict = machine.end() if options.timing else None

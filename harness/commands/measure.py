@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,15 @@ def run(
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes, for workloads that run on several.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face folder or GGUF file with real weights.")] = None,
     trace: Annotated[str | None, typer.Option(help="A request trace, for serve runs.")] = None,
+    request_rate: Annotated[
+        str | None, typer.Option(help="Requests a second for serve runs; 1,2,4 measures each: a curve.")
+    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests that run at once in serve runs.")] = None,
+    peer_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Measure the OpenAI-compatible server at this URL instead of our own engine."),
+    ] = None,
+    peer_model: Annotated[str, typer.Option(help="The server's model, when it has several.")] = "",
     samples: Annotated[int | None, typer.Option(min=1, help="Exactly so many samples of each variant.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds of sampling for each technique.")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="Seconds a technique may take in all.")] = None,
@@ -65,6 +75,7 @@ def run(
 ) -> None:
     """Check, measure, record and print: speedup over the baseline and over the best one-line peer, memory, limit."""
     from harness.plan import Request
+    from harness.serving.sweep import parse_rates
     from harness.session import Options, Session
 
     chosen = options.device(device)
@@ -73,11 +84,12 @@ def run(
         tier=tier or ("quick" if chosen == "cuda" else "smoke"),
         variants=variant or (),
         workloads=workload or (),
-        settings=options.settings(set_ or ()),
+        settings={**options.settings(set_ or ()), **({"slots": str(max_concurrency)} if max_concurrency else {})},
         workload_file=workload_file,
         ranks=ranks,
         model=model,
         trace=trace,
+        rates=parse_rates(request_rate) if request_rate is not None else (),
     )
     asked = Options(
         device=chosen,
@@ -91,9 +103,21 @@ def run(
         slo=(slo_ttft, slo_tpot),
         gpu_hour_price=gpu_hour_price,
         csv=csv,
+        timing=peer_endpoint is None,
+        peer=_peer(peer_endpoint, peer_model, max_concurrency) if peer_endpoint is not None else None,
         argv=sys.argv[1:],
     )
     _finish(Session(request, asked, _reporter(json)).run(), json)
+
+
+def _peer(url: str, model: str, max_concurrency: int | None) -> Any:
+    """The server; a key that it asks for comes from PAIRBENCH_PEER_KEY, so that none stands on a command line."""
+    from harness.serving.endpoint import Endpoint
+    from harness.serving.peer_runner import Peer
+
+    key = os.environ.get("PAIRBENCH_PEER_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return Peer(Endpoint(url, model=model, headers=headers), max_concurrency or 0)
 
 
 def check(
@@ -105,6 +129,7 @@ def check(
     device: Device = "auto",
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes, for workloads that run on several.")] = None,
     model: Annotated[str | None, typer.Option(help="A Hugging Face folder or GGUF file with real weights.")] = None,
+    trace: Annotated[str | None, typer.Option(help="A request trace, for serve runs.")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="Seconds a technique may take in all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of inputs and orders.")] = 0,
     json: Json = False,
@@ -122,6 +147,7 @@ def check(
         settings=options.settings(set_ or ()),
         ranks=ranks,
         model=model,
+        trace=trace,
     )
     asked = Options(device=chosen, keep=False, timing=False, limit_s=timeout, seed=seed, argv=sys.argv[1:])
     _finish(Session(request, asked, _reporter(json)).run(), json)

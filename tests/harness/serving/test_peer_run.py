@@ -1,0 +1,73 @@
+"""``pairbench run --peer-endpoint``: records of the same form, from a server that is not ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import UsageError
+from harness.plan import Request, make_plan
+from harness.serving.sweep import curve
+
+ROOT = Path(__file__).parents[3]
+
+
+def pairbench(*arguments: str) -> tuple[int, str, str]:
+    process = subprocess.run(
+        [sys.executable, "-m", "harness", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    return process.returncode, process.stdout, process.stderr
+
+
+def run(server: ThreadingHTTPServer, *more: str) -> tuple[int, list[dict[str, Any]], str]:
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    code, out, err = pairbench("run", "--peer-endpoint", url, "--device", "cpu", "--json", *more)
+    return code, json.loads(out) if out.strip() else [], err
+
+
+def test_a_server_gets_records_of_its_own_point_by_point(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    shape = ("--workload", "tiny", "--set", "requests=5", "--set", "max_output=3", "--slo-ttft", "60")
+    where = ("--request-rate", "50,100", "--max-concurrency", "3", "--store", str(tmp_path / "history"))
+    code, records, err = run(server, "chunked_prefill", *shape, *where)
+    assert code == 0, err
+    assert [(r["variant"], r["peer"], r["status"]) for r in records] == [("endpoint", "library", "passed")] * 2
+    assert [r["dims"]["request_rate"] for r in records] == [50.0, 100.0]
+    assert {r["dims"]["slots"] for r in records} == {3}
+    for record in records:
+        assert record["serve"]["requests"]["finished"] == 5
+        assert record["metrics"]["ttft_p99"]["value"] > 0
+        assert record["metrics"]["goodput"]["value"] > 0
+        assert record["tuned"] == {"model": "small"}
+    assert [row["rate"] for row in curve(records)] == [50.0, 100.0]
+    (kept,) = (tmp_path / "history").glob("*/*.jsonl")
+    assert sum(json.loads(line)["type"] == "measurement" for line in kept.read_text().splitlines()) == 2
+
+
+def test_a_server_that_answers_nothing_is_an_error_and_its_reason(server: ThreadingHTTPServer) -> None:
+    server.broken = True  # type: ignore[attr-defined]
+    code, records, _ = run(server, "paged_kv", "--workload", "tiny", "--set", "requests=2", "--no-store")
+    assert code == 1
+    assert [(r["status"], r["reason"]) for r in records] == [("error", "no request finished: HTTP 500: out of blocks")]
+
+
+def test_nobody_there_or_nothing_to_send_is_bad_use(server: ThreadingHTTPServer) -> None:
+    code, records, err = run(server, "add_rms_norm", "--no-store")
+    assert (code, records) == (2, [])
+    assert "sends no requests" in err
+    code, _, err = pairbench("run", "paged_kv", "--peer-endpoint", "http://127.0.0.1:9", "--no-store", "--json")
+    assert code == 2
+    assert "is the server running" in err
+
+
+def test_a_rate_makes_points_of_the_workloads_that_send_requests() -> None:
+    plan = make_plan(Request(names=("chunked_prefill",), tier="smoke", rates=(1.0, 2.0)))
+    assert [w.request_rate for item in plan for w in item.workloads] == [1.0, 2.0]
+    assert {item.technique.kind for item in make_plan(Request(tier="smoke", rates=(1.0,)))} == {"serve"}
+    with pytest.raises(UsageError, match="sends no requests"):
+        make_plan(Request(names=("add_rms_norm",), tier="smoke", rates=(1.0,)))
