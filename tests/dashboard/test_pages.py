@@ -1,0 +1,210 @@
+"""Every page in every state: it draws, says what is there and what is not, and shows the store's text as text."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Draw = Callable[..., Any]
+Stores = dict[str, Path]
+PAGES = ("overview", "technique", "history", "regressions", "compare", "serving", "scaling", "runs")
+#: What Streamlit reads as Markdown; the store's text may stand in none of it.
+MARKDOWN = ("markdown", "caption", "info", "warning", "error", "success", "title", "header", "subheader")
+
+
+def said(page: Any) -> str:
+    return "\n".join(str(element.value) for kind in MARKDOWN for element in page.get(kind))
+
+
+def codes(page: Any) -> list[str]:
+    return [element.value for element in page.code]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_draws_over_a_whole_history(name: str, draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw(name, stores["whole"])
+    assert not page.exception, page.exception[0].message
+    assert [element.value.lower() for element in page.title] == [name]
+    assert not page.error
+    assert len(page.dataframe) >= 1
+    assert len(page.get("download_button")) == len(page.dataframe)
+    assert {"How to read this", "Glossary"} <= {block.proto.popover.label for block in page.get("popover")}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_an_empty_store_says_what_to_do(name: str, draw: Draw, stores: Stores) -> None:
+    page = draw(name, stores["empty"])
+    assert not page.exception
+    assert "The history is empty" in said(page)
+    assert any("pairbench run" in code for code in codes(page))
+    assert any(str(stores["empty"]) in code for code in codes(page))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_damage_and_a_newer_schema_are_named_and_the_rest_is_shown(name: str, draw: Draw, stores: Stores) -> None:
+    page = draw(name, stores["damaged"])
+    assert not page.exception
+    text = said(page)
+    assert "written by a newer pairbench" in text
+    assert "pip install --upgrade pairbench" in text
+    assert "2 part(s) of the store could not be read" in text
+    reasons = " ".join(page.dataframe[0].value["reason"])
+    assert "newer" in reasons
+    assert "torn" in reasons
+    if name in ("overview", "technique", "history", "runs"):
+        assert len(page.dataframe) >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("overview", "There are too few runs"),
+        ("technique", "One commit so far"),
+        ("history", "One commit so far"),
+        ("regressions", "too few runs in every series"),
+        ("compare", "Two different selections are needed"),
+        ("serving", "Failed and refused requests meet nothing"),
+        ("scaling", "Ideal throughput"),
+        ("runs", "Conditions of each measurement"),
+    ],
+)
+def test_a_single_run_says_what_cannot_be_seen_yet(name: str, words: str, draw: Draw, stores: Stores) -> None:
+    from dashboard.source import open_source
+
+    open_source(str(stores["one"])).judge_now()
+    page = draw(name, stores["one"])
+    assert not page.exception
+    assert words in said(page)
+
+
+@pytest.mark.parametrize("name", ["overview", "technique", "history", "serving", "scaling", "runs", "regressions"])
+def test_a_gpu_type_that_is_missing_is_said_to_be(name: str, draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw(name, stores["whole"], gpu="b300")
+    assert not page.exception
+    assert page.info, "nothing says that there is nothing of this GPU type"
+    assert page.query_params["gpu"] in (["b300"], "b300")  # as it was asked for: the address is not mended
+
+
+def test_a_store_that_cannot_be_opened_says_why(draw: Draw, tmp_path: Path) -> None:
+    page = draw("overview", tmp_path / "nowhere")
+    assert not page.exception
+    assert "cannot be read now" in said(page)
+    assert any("no such folder" in element.value for element in page.text)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_text_of_the_store_is_never_markup(name: str, draw: Draw, stores: Stores, judged: Any, evil: str) -> None:
+    page = draw(name, stores["whole"], **({"technique": evil} if name == "technique" else {}))
+    assert not page.exception
+    assert "onerror" not in said(page)
+    assert "javascript:" not in said(page)
+    for chart in page.get("plotly_chart"):
+        assert "<img" not in json.loads(json.dumps(chart.proto.spec))
+    for element in page.get("html"):
+        assert "onerror" not in element.proto.body
+
+
+def test_a_figure_shows_markup_as_its_characters(draw: Draw, stores: Stores, judged: Any, evil: str) -> None:
+    page = draw("history", stores["whole"], technique=evil, gpu="h200")
+    texts = [t for trace in json.loads(page.get("plotly_chart")[0].proto.spec)["data"] for t in trace["hovertext"]]
+    assert any(html.escape("<img src=x onerror=alert(1)>") in text for text in texts)
+
+
+def test_filters_of_the_address_are_those_of_the_page(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("history", stores["whole"], technique="add_rms_norm", gpu="h200", metric="speedup")
+    chosen = {box.label: box.value for box in page.selectbox}
+    assert chosen["Technique"] == "add_rms_norm"
+    assert chosen["Metric"] == "speedup"
+    assert page.multiselect[0].value == ["h200"]
+
+
+def test_moving_a_filter_writes_it_into_the_address_and_links_carry_it(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("overview", stores["whole"])
+    box = next(box for box in page.selectbox if box.label == "GPU type")
+    box.select("l40s").run()
+    assert page.query_params["gpu"] == "l40s"
+    links = {element.proto.page: element.proto.query_string for element in page.get("page_link")}
+    assert "gpu=l40s" in links["technique"]
+    assert "gpu=l40s" in links["regressions"]
+
+
+def test_a_stretch_of_commits_stands_in_the_address(draw: Draw, stores: Stores, judged: Any) -> None:
+    query = {"technique": "add_rms_norm", "gpu": "h200", "from": "05" * 6, "to": "08" * 6}
+    page = draw("history", stores["whole"], **query)
+    spec = json.loads(page.get("plotly_chart")[0].proto.spec)
+    assert spec["layout"]["xaxis"]["range"] == [4.3, 8.7]
+
+
+def test_a_planted_step_is_marked_and_opens_from_its_verdict(draw: Draw, stores: Stores, judged: Any) -> None:
+    found = [v for v in judged.judged.verdicts if v.verdict == "regressed" and v.key.metric == "latency"]
+    assert [v.key.gpu for v in found] == ["h200"]
+    assert found[0].body["commit"] == "10" * 20
+    page = draw("regressions", stores["whole"], series=found[0].key.text)
+    assert any("git checkout" in code or "pairbench run" in code for code in codes(page))
+    history = draw("history", stores["whole"], series=found[0].key.text)
+    marks = [trace.get("name") for trace in json.loads(history.get("plotly_chart")[0].proto.spec)["data"]]
+    assert "regressed" in marks
+    assert any("10" * 6 in str(row) for row in history.dataframe[0].value["commit"])
+
+
+def test_every_point_has_a_command(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("history", stores["whole"], technique="add_rms_norm", gpu="h200")
+    traces = [t for t in json.loads(page.get("plotly_chart")[0].proto.spec)["data"] if t.get("mode") == "lines+markers"]
+    assert traces
+    for trace in traces:
+        points = [text for text, y in zip(trace["hovertext"], trace["y"], strict=True) if y is not None]
+        assert points
+        assert all("pairbench run add_rms_norm" in text for text in points)
+    table = page.dataframe[-1].value
+    assert table["reproduce"].str.contains("pairbench run add_rms_norm").all()
+    assert any("pairbench run add_rms_norm" in code for code in codes(page))
+
+
+def test_what_was_not_run_is_a_gap_and_a_sign_never_a_zero(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("overview", stores["whole"])
+    traces = json.loads(page.get("plotly_chart")[0].proto.spec)["data"]
+    heat = next(trace for trace in traces if trace["type"] == "heatmap")
+    cells = [cell for row in heat["z"] for cell in row]
+    assert None in cells
+    assert 0 not in cells
+    symbols = {trace["marker"]["symbol"] for trace in traces if trace.get("name")}
+    assert {"x", "triangle-down", "circle-open", "line-ew-open", "square-open"} <= symbols
+
+
+def test_new_records_appear_without_a_restart(draw: Draw, maker: Any) -> None:
+    maker.run(0, "h200", everything=False)
+    page = draw("runs", maker.root)
+    assert len(page.dataframe[0].value) == 1
+    maker.run(1, "h200", everything=False)
+    page.run()
+    assert len(page.dataframe[0].value) == 2
+
+
+def test_the_watch_sees_a_new_file_by_the_stores_state(maker: Any) -> None:
+    from dashboard.source import open_source
+
+    maker.run(0, "h200", everything=False)
+    source = open_source(str(maker.root))
+    assert not source.is_new()
+    maker.run(1, "h200", everything=False)
+    assert source.is_new()
+    source.refresh()
+    assert not source.is_new()
+
+
+def test_serving_shows_goodput_between_two_ends_and_moves_with_the_slo(draw: Draw, stores: Stores) -> None:
+    loose = draw("serving", stores["whole"], gpu="h200", ttft_ms="10000", tpot_ms="10000")
+    tight = draw("serving", stores["whole"], gpu="h200", ttft_ms="40", tpot_ms="10000")
+    tables = [next(t.value for t in page.dataframe if "TTFT met" in t.value) for page in (loose, tight)]
+    assert (tables[0]["low"] == tables[0]["rate"]).all()
+    assert tables[1]["high"].sum() < tables[0]["high"].sum()
+
+
+def test_a_log_is_shown_as_it_was_written(draw: Draw, stores: Stores, evil: str) -> None:
+    page = draw("runs", stores["whole"], run=f"202603{17:02d}T000000Z-h200{16:04d}")
+    assert f"Traceback\n{evil}\n".strip() in [code.strip() for code in codes(page)]
