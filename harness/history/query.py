@@ -76,7 +76,7 @@ def overview(history: History, **filters: Any) -> list[Row]:
     measured commits of that GPU type are newer, ``stale`` whether there are any.
     """
     rows = latest(history, **filters)
-    newest = {row["gpu"]: row for row in gpus(history)}
+    newest = {row["gpu"]: row for row in history.once("gpus", gpus)}
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["technique"], row["gpu"]), []).append(row)

@@ -8,6 +8,7 @@ between runs is taken from the series' own history, or assumed.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -80,7 +81,7 @@ def select(history: History, text: str) -> Selection:
         if value not in known:
             raise unknown(prefix, value, known)
         return Selection(text, {prefix: value}, f"{prefix} {value}")
-    runs = [row["run"] for row in history.rows("SELECT DISTINCT run FROM records")]
+    runs: list[str] = history.once("run ids", _run_ids)
     if text in runs:
         return Selection(text, {"run": text}, f"run {text}")
     commits = list(history.order.places)
@@ -96,6 +97,10 @@ def select(history: History, text: str) -> Selection:
             )
         return Selection(text, {"commit": near}, f"commit {near[:12]}, the newest recorded on {text}")
     return Selection(text, {"commit": commit}, f"commit {commit[:12]}")
+
+
+def _run_ids(history: History) -> list[str]:
+    return [row["run"] for row in history.rows("SELECT DISTINCT run FROM records")]
 
 
 def _newest_recorded(history: History, commit: str) -> str | None:
@@ -219,7 +224,7 @@ def verdict_of(a: Row, b: Row, better: str, noise: float | None = None) -> Row:
     Args:
         noise: relative noise between runs of the series, if its history tells.
     """
-    old, new = (float(np.median(side["values"])) for side in (a, b))
+    old, new = (statistics.median(side["values"]) for side in (a, b))
     if old <= 0 or new <= 0:
         same = old == new
         reason = "both are zero" if same else "no ratio: a level is not above zero"
@@ -255,8 +260,7 @@ def _spread(values: Sequence[float]) -> float:
     """Relative noise of one run, from at least three."""
     if len(values) < 3 or min(values) <= 0:
         return 0.0
-    logs = np.log(np.asarray(values, dtype=np.float64))
-    return float(np.std(logs, ddof=1))
+    return statistics.stdev(map(math.log, values))
 
 
 def _variance(side: Row, sigma: float) -> float:
