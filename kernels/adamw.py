@@ -284,7 +284,7 @@ class AdamW:
                     ALIGNED=group.aligned,
                     BLOCK=CHUNK,
                     num_warps=_WARPS,
-                    maxnreg=_REGISTERS,
+                    maxnreg=_REGISTERS if group.aligned else None,
                 )
 
     def _check(self, grads: Sequence[torch.Tensor | None]) -> None:

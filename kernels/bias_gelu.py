@@ -149,20 +149,23 @@ class Launch(NamedTuple):
     block: int
     tile_rows: int
     warps: int
+    registers: int  # a thread, so that all programs are resident at once
     column_programs: int
     row_programs: int  # the most
 
 
-def launch_shape(columns: int, itemsize: int, processors: int) -> Launch:
+def launch_shape(columns: int, itemsize: int, processors: int, *, backward: bool) -> Launch:
     """Tiles of 4 KiB a tensor for 128 threads, as wide as 1 KiB allows: two 16-byte accesses a thread.
 
-    Eight programs a multiprocessor walk down the rows; that many partial rows cost the backward little, since
-    each is only as wide as its block.
+    The programs that are resident at once walk down the rows: eight a multiprocessor, or four in the backward, which
+    holds more. Their partial rows cost the backward little, since each is only as wide as its block.
     """
     block = min(1024 // itemsize, triton.next_power_of_2(columns))
     tile_rows = 4096 // itemsize // block
     column_programs = triton.cdiv(columns, block)
-    return Launch(block, tile_rows, 4, column_programs, max(1, triton.cdiv(8 * processors, column_programs)))
+    programs = 4 if backward else 8
+    row_programs = max(1, programs * processors // column_programs)
+    return Launch(block, tile_rows, 4, 65_536 // (4 * 32 * programs), column_programs, row_programs)
 
 
 def _check(x: torch.Tensor, bias: torch.Tensor, form: str) -> torch.Tensor:
@@ -188,7 +191,7 @@ def bias_gelu_forward(x: torch.Tensor, bias: torch.Tensor, form: str = "tanh") -
     if out.numel() == 0:
         return out
     rows, columns = x_rows.shape
-    launch = launch_shape(columns, x.element_size(), multiprocessors(x.device))
+    launch = launch_shape(columns, x.element_size(), multiprocessors(x.device), backward=False)
     grid = (launch.column_programs, min(launch.row_programs, triton.cdiv(rows, launch.tile_rows)))
     with on_device_of(x):
         _forward_kernel[grid](
@@ -203,6 +206,7 @@ def bias_gelu_forward(x: torch.Tensor, bias: torch.Tensor, form: str = "tanh") -
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
             num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
     return out
 
@@ -218,7 +222,7 @@ def bias_gelu_backward(
     if grad_x.numel() == 0:
         return grad_x, torch.zeros_like(bias)
     rows, columns = x_rows.shape
-    launch = launch_shape(columns, x.element_size(), multiprocessors(x.device))
+    launch = launch_shape(columns, x.element_size(), multiprocessors(x.device), backward=True)
     grid = (launch.column_programs, min(launch.row_programs, triton.cdiv(rows, launch.tile_rows)))
     partial = torch.empty((grid[1], columns), dtype=torch.float32, device=x.device)
     with on_device_of(x):
@@ -237,6 +241,7 @@ def bias_gelu_backward(
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
             num_warps=launch.warps,
+            maxnreg=launch.registers,
         )
         grad_bias = sum_rows(partial, bias.dtype)
     return grad_x, grad_bias

@@ -57,7 +57,7 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     tile_rows = max(1, (2048 if backward else 4096) // block)
     wanted = max(4, tile_rows * block * itemsize // 1024)
     warps = min(32, wanted)
-    resident = 16 if tile_rows > 1 else 32
+    resident = 16 if tile_rows > 1 else 24 if backward else 32
     programs = max(1, resident // warps)
     registers = min(128, 65_536 // (32 * warps * programs))
     return Launch(tile_rows, block, warps, programs, registers, wanted <= 32)

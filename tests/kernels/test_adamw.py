@@ -199,6 +199,7 @@ def test_bad_input_is_named(draw):
             optimizer.step(grads)
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     arguments = dict.fromkeys(("chunk_ptr", "address_ptr", "grad_address_ptr"), "*i64") | {"correction_ptr": "*fp32"}
     arguments |= dict.fromkeys(("keep", "rate", "root", "beta1", "beta2", "eps"), "fp32")

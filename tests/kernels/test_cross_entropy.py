@@ -160,6 +160,7 @@ def test_bad_input_is_named(draw):
         cross_entropy_gradient_(logits, target, lse, lse)
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     from kernels.cross_entropy import _shape
 

@@ -176,6 +176,7 @@ def test_bad_input_is_named(draw):
         layer_norm_dropout_add_backward(draw(4, 8), draw(4, 8), draw(8), draw(3), draw(4), 0.5, 1)
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes(compile_for_hopper):
     jobs, launches = [], []
     for columns, pointer, itemsize in [(4096, "*bf16", 2), (8192, "*bf16", 2), (1024, "*fp32", 4)]:

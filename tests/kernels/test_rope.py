@@ -159,6 +159,7 @@ def test_bad_input_is_named(draw):
             rope_forward(*arguments)
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     strides = [f"{t}_{s}" for t in ("q", "k", "q_out", "k_out") for s in ("batch", "token", "head")]
     arguments = dict.fromkeys([*strides, "sequence", "table_length", "position_batch"], "i32")

@@ -100,6 +100,7 @@ def test_bad_input_is_named(draw):
         softmax_backward(draw(4, 7), draw(4, 8))
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes(compile_for_hopper):
     jobs, resident = [], []
     pointers = dict.fromkeys(("x_ptr", "y_ptr", "grad_ptr", "grad_x_ptr"), "*bf16")

@@ -88,6 +88,7 @@ def test_bad_input_is_named(draw):
         swiglu_backward(gate[:3], gate, gate)
 
 
+@pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     jobs = []
     for pointer, itemsize in (("*bf16", 2), ("*fp32", 4)):
