@@ -56,6 +56,9 @@ def regressions(
     since: Annotated[
         str | None, typer.Option(help="Leave changes out that are older than this commit, tag or date.")
     ] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="Hold the end of each series against this commit or tag, not its own beginning.")
+    ] = None,
     technique: Annotated[str | None, typer.Option(help="Only this technique.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Only this GPU type.")] = None,
     variant: Annotated[str | None, typer.Option(help="Only this variant.")] = None,
@@ -80,6 +83,7 @@ def regressions(
     from harness.history.query import latest
     from harness.regress import present
     from harness.regress.acknowledge import find_acknowledged, read_acknowledged
+    from harness.regress.compare import select
     from harness.regress.confirm import confirm as run_again
     from harness.regress.verdicts import Scope, counts, judge
 
@@ -88,7 +92,10 @@ def regressions(
             raise unknown("verdict to fail on", word, FAIL_ON)
     history = open_for(store, branch)
     _check_filters(history, technique=technique, gpu=gpu, variant=variant, metric=metric)
-    scope = Scope(technique, gpu, variant, metric, _since(history, since))
+    pinned = select(history, reference).filters.get("commit") if reference is not None else None
+    if reference is not None and pinned is None:
+        raise UsageError(f"--reference {reference}: give a commit, branch or tag")
+    scope = Scope(technique, gpu, variant, metric, _since(history, since), pinned)
     accepted = read_acknowledged(acknowledged) if acknowledged else find_acknowledged(history.order.repository)
     verdicts = judge(history, scope, accepted)
     if confirm:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +21,7 @@ from harness.regress.acknowledge import Acknowledged
 from harness.regress.attribution import changed_between, reproduce, side_of
 from harness.regress.detect import detect
 from harness.regress.points import as_detector_points, collect, fingerprints, sentinel
+from harness.regress.reference import reference_of, slow_drift
 from harness.regress.report import Event, Report
 from harness.regress.rules import RULES
 
@@ -27,8 +30,19 @@ VERDICTS: Final = ("regressed", "inconclusive", "improved", "unchanged", "too fe
 WINDOW: Final = 250
 #: What a verdict repeats of its last change.
 OF_EVENT: Final = ("ratio", "low", "high", "commit", "previous", "subject", "date", "side", "side_reason", "changed")
-#: Changes whenever a verdict on the same points would read differently.
-VERSION: Final = 1
+#: What decides how a verdict on the same points reads.
+CODE: Final = (
+    "attribution",
+    "detect",
+    "drift",
+    "noise",
+    "points",
+    "reference",
+    "rules",
+    "segments",
+    "series",
+    "verdicts",
+)
 
 
 @dataclass
@@ -54,7 +68,7 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         """Everything about the verdict: the series' parts, ``verdict``, ``reason``, size with interval (``ratio``,
         ``low``, ``high``), ``commit``, ``previous``, ``side``, ``changed``, ``smallest_change``, ``reproduce``,
-        ``events``, ``acknowledged``."""
+        ``reference`` (the end against the pinned reference), ``events``, ``acknowledged``."""
         return {
             "series": self.key.text,
             **{name: getattr(self.key, name) for name in KEY_COLUMNS},
@@ -67,14 +81,19 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Scope:
-    """What is judged: filters (None: all), and ``since``, a recorded commit or an ISO date: older changes are left out
-    of the verdict, though not out of ``events``."""
+    """What is judged: filters (None: all), and two places in the line of commits.
+
+    ``since`` is a recorded commit or an ISO date: older changes are left out of the verdict, though not out of
+    ``events``. ``reference`` is a recorded commit that the end of each series is held against, instead of its own
+    beginning.
+    """
 
     technique: str | None = None
     gpu: str | None = None
     variant: str | None = None
     metric: str | None = None
     since: str | None = None
+    reference: str | None = None
     window: int = WINDOW
 
 
@@ -83,14 +102,14 @@ def judge(
     scope: Scope | None = None,
     acknowledged: Sequence[Acknowledged] = (),
     progress: Callable[[int, int], None] | None = None,
-    cache: Path | None = None,
+    kept_in: Path | None = None,
 ) -> list[Verdict]:
     """A verdict for every series in scope, the worst first.
 
-    The series of a technique on a GPU type are not judged again while their records stay the same: ``cache`` (by
-    default in the user's cache) keeps their verdicts.
+    The series of a technique on a GPU type are not judged again while their records stay the same: ``kept_in`` (by
+    default a file in the user's cache) keeps their verdicts.
     """
-    return judge_within(None, history, scope, acknowledged, progress, cache)[0]
+    return judge_within(None, history, scope, acknowledged, progress, kept_in)[0]
 
 
 def judge_within(
@@ -99,26 +118,27 @@ def judge_within(
     scope: Scope | None = None,
     acknowledged: Sequence[Acknowledged] = (),
     progress: Callable[[int, int], None] | None = None,
-    cache: Path | None = None,
+    kept_in: Path | None = None,
 ) -> tuple[list[Verdict], int]:
     """As :func:`judge`, but nothing more is judged anew once ``budget_s`` has passed: what is kept is given all the
     same, beside the number of techniques × GPU types that still wait. Asked again, it goes on."""
     scope = scope or Scope()
     marks = fingerprints(history)
     groups = sorted(g for g in marks if scope.technique in (None, g[0]) and scope.gpu in (None, g[1]))
-    kept = _Kept(cache or cache_folder() / "verdicts.json")
+    kept = _Kept(kept_in or cache_folder() / "verdicts.json")
     verdicts: list[Verdict] = []
     waiting = 0
     start = time.monotonic()
     for number, (technique, gpu) in enumerate(groups, 1):
-        mark = f"{VERSION} {RULES!r} {scope.window} {history.order.repository} {marks[technique, gpu]}"
+        where = f"{scope.window} {scope.reference} {history.order.repository}"
+        mark = f"{code_digest()} {RULES!r} {where} {marks[technique, gpu]}"
         name = f"{'|'.join(store.url for store in history.stores)}|{technique}|{gpu}"
         bodies = kept.get(name, mark)
         if bodies is None and budget_s is not None and time.monotonic() - start >= budget_s:
             waiting += 1
             continue
         if bodies is None:
-            bodies = _judge_group(history, technique, gpu, scope.window)
+            bodies = _judge_group(history, technique, gpu, scope)
             kept.put(name, mark, bodies)
         for text, body in bodies.items():
             key = SeriesKey.parse(text)
@@ -133,20 +153,36 @@ def judge_within(
     return sorted(verdicts, key=_rank), waiting
 
 
+@cache
+def code_digest() -> str:
+    """A digest of the code that judges: verdicts kept by another version are not taken for this one's."""
+    digest = hashlib.sha256()
+    for name in CODE:
+        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _rank(verdict: Verdict) -> tuple[Any, ...]:
     ratio = verdict.body.get("ratio") or 1.0
     size = max(ratio, 1 / ratio) if ratio > 0 else 1.0
     return verdict.acknowledged is not None, VERDICTS.index(verdict.verdict), -size, verdict.key.text
 
 
-def _judge_group(history: History, technique: str, gpu: str, window: int) -> dict[str, dict[str, Any]]:
-    group = collect(history, technique, gpu, last=window)
+def _judge_group(history: History, technique: str, gpu: str, scope: Scope) -> dict[str, dict[str, Any]]:
+    group = collect(history, technique, gpu, last=scope.window)
+    pinned = history.order.place(scope.reference).rank if scope.reference is not None else None
     bodies: dict[str, dict[str, Any]] = {}
     for key, points in group.items():
         judged = [point for point in points if point["judged"]]
         if judged:
-            report = detect(as_detector_points(judged), METRICS[key.metric].better)
-            bodies[key.text] = _body(history, key, judged, report, group)
+            reference = reference_of(judged, pinned)
+            values = reference.values if reference is not None else None
+            report = detect(as_detector_points(judged), METRICS[key.metric].better, values)
+            drift = slow_drift(report, reference, len(judged))
+            bodies[key.text] = _body(history, key, judged, report, group, drift)
+            if reference is not None and report.reference is not None:
+                held = {**asdict(report.reference), "commit": judged[reference.end - 1]["commit"]}
+                bodies[key.text]["reference"] = held
     return bodies
 
 
@@ -164,11 +200,21 @@ def _limit(verdict: Verdict, history: History, since: str | None) -> None:
 
 
 def _body(
-    history: History, key: SeriesKey, points: Sequence[Row], report: Report, group: dict[SeriesKey, list[Row]]
+    history: History,
+    key: SeriesKey,
+    points: Sequence[Row],
+    report: Report,
+    group: dict[SeriesKey, list[Row]],
+    drift: Event | None,
 ) -> dict[str, Any]:
     readings = sentinel(history, key.gpu)
-    events = [_event(history, key, points, event, report.events, group, readings) for event in report.events]
+    found = [*report.events, drift] if drift is not None else list(report.events)
+    events = [_event(history, key, points, event, report.events, group, readings) for event in found]
     verdict, reason = report.state, report.reason
+    if drift is not None:
+        verdict = drift.verdict
+        size = "" if drift.ratio is None else f" to {drift.ratio:.4g} of the level at {events[-1]['previous'][:12]}"
+        reason = f"{verdict} by a drift too slow to show from run to run{size}"
     now = points[-1]
     body: dict[str, Any] = {
         "verdict": verdict,
@@ -187,6 +233,7 @@ def _body(
         "reproduce": reproduce(now),
         "events": events,
         "suspect": None,
+        "reference": None,
     }
     if events and verdict != "unchanged":
         body.update({name: events[-1][name] for name in OF_EVENT} | {"reproduce": events[-1]["reproduce"]})

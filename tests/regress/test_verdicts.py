@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from typer.testing import CliRunner
 from harness.errors import DamagedStore, UsageError
 from harness.regress import cli_history, confirm
 from harness.regress.acknowledge import Acknowledged, read_acknowledged
+from harness.regress.reference import Reference, slow_drift
+from harness.regress.report import Comparison, Event, Report
 from harness.regress.verdicts import Scope, Verdict, judge, judge_within
 
 
@@ -264,3 +267,39 @@ def test_dirty_records_alone_say_why_there_is_no_verdict(
     in_world()
     done = CliRunner().invoke(app, ["regressions", "--store", str(world.store)])
     assert "2 record(s), and none to judge" in done.stdout
+
+
+def test_a_drift_that_no_window_shows_is_held_against_a_pinned_reference(world: Any) -> None:
+    for number in range(60):
+        world.run(world.commit(f"c{number}"), optimized=1e-3 * 1.0003**number)
+    world.git("tag", "v1", world.commits[20])
+    with world.history() as history:
+        verdict = of(judge(history))
+        held = of(judge(history, Scope(reference=world.commits[20])))
+    assert verdict.verdict == "regressed"
+    assert verdict.last_event is not None
+    assert verdict.last_event["kind"] == "drift"
+    assert held.body["reference"]["commit"] == world.commits[20]
+    assert held.body["reference"]["ratio"] > 1.003
+
+
+def test_a_steady_series_agrees_with_its_reference(world: Any) -> None:
+    world.nights(40)
+    verdict = of(judged(world))
+    assert verdict.verdict == "unchanged"
+    assert verdict.body["reference"]["verdict"] == "unchanged"
+
+
+def test_the_slow_drift_rule_alone() -> None:
+    held = Comparison("regressed", 1.03, 1.02, 1.04, 1.0, 1.03, 1e-6)
+    reference = Reference(10, (1.0,) * 10)
+    report = Report("unchanged", "", (), 60, 0, reference=held)
+    event = slow_drift(report, reference, 60)
+    assert event is not None
+    assert (event.index, event.end, event.verdict, event.ratio) == (10, 59, "regressed", 1.03)
+    step = Event(30, 30, "step", "regressed", 1.03, 1.02, 1.04, 1.0, 1.03, 1e-6)
+    assert slow_drift(replace(report, events=(step,)), reference, 60) is None  # the step tells it all
+    back = replace(step, recovered_at=40)
+    assert slow_drift(replace(report, events=(back,)), reference, 60) is not None
+    assert slow_drift(replace(report, state="inconclusive"), reference, 60) is None
+    assert slow_drift(report, None, 60) is None
