@@ -100,9 +100,12 @@ class Made:
 
     def asv(self, *words: str, fine: bool = True, **more: str) -> str:
         """What an asv command prints, errors included."""
-        command = [sys.executable, "-m", "asv", *words]
+        return self.call("asv", *words, fine=fine, **more)
+
+    def call(self, module: str, *words: str, fine: bool = True, **more: str) -> str:
+        """What ``python -m module words`` prints in the repository, errors included."""
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", module, *words],
             cwd=self.path,
             env={**self.environment, **more},
             stdout=subprocess.PIPE,

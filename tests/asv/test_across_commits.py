@@ -84,8 +84,22 @@ def test_the_history_shows_it_too_under_the_commits_that_asv_installed(made: Any
     }
     assert medians["slow"]["optimized"] > 4 * medians["extra"]["optimized"]
     assert medians["slow"]["baseline"] < 4 * medians["extra"]["baseline"]
-    first = {r["commit"]: r["commit_date"] for r in records}
-    assert all(first.values())
+    assert all(r["commit_date"] for r in records)
+
+
+def test_our_own_comparison_names_it_too_unless_the_machine_was_busy(made: Any, run: str) -> None:
+    base, head = made.commits["extra"], made.commits["slow"]
+    words = ("compare", base, head, "--store", "results/history", "--metric", "latency", "--json")
+    compared = {row["variant"]: row for row in json.loads(made.call("harness", *words))["series"]}
+    records = [r for r in Store(made.path / "results" / "history").read() if r["type"] == "measurement"]
+    for variant in ("baseline", "optimized"):
+        states = {r["status"] for r in records if r["variant"] == variant and r["commit"] in (base, head)}
+        if states == {"passed"}:
+            assert (compared[variant]["ratio"] > 4) is (variant == "optimized")
+            assert variant == "baseline" or compared[variant]["verdict"] == "regressed"
+        else:  # what is no one's baseline is not compared
+            assert "unsettled" in states
+            assert variant not in compared
 
 
 def test_a_quick_run_and_a_new_one_with_nothing_new_leave_the_results_alone(made: Any, run: str) -> None:
