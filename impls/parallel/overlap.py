@@ -27,6 +27,7 @@ import torch
 
 from harness.pair import Claim, Context, Inputs, Pair, Tolerance, Variant, Work
 from harness.workload import Workload
+from impls.parallel.buckets import wide
 from impls.parallel.link import Link
 from impls.parallel.shared import ITEMSIZE, exposure, fenced, own_part, ring_bytes, split_sizes
 
@@ -136,14 +137,14 @@ class AsyncTP(ProductThenSum):
 
 
 class Alone:
-    """The oracle: the whole product in one process."""
+    """The oracle: the whole product in one process, in at least float32."""
 
     def __init__(self, workload: Workload, ctx: Context) -> None:
         self.y = torch.empty(0)
 
     def load(self, inputs: Inputs) -> None:
         """Take the whole of both."""
-        self.x, self.w = inputs["x"], inputs["w"]
+        self.x, self.w = (inputs[name].to(wide(inputs[name].dtype)) for name in ("x", "w"))
 
     def run(self) -> None:
         """One product."""

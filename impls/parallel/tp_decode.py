@@ -32,6 +32,7 @@ from harness.workload import Workload
 from impls.model.cache import KVCache
 from impls.model.decoder import Decoder, Parts
 from impls.parallel import shared
+from impls.parallel.buckets import wide
 from impls.parallel.link import Link
 from impls.parallel.shared import ITEMSIZE, own_part, ring_bytes, split_sizes
 from impls.parallel.tensor_parallel import COLUMNS, ROWS, SplitLinear, check_heads, last_name
@@ -256,10 +257,10 @@ class OneShot(Captured):
 
 
 class Alone:
-    """The oracle: the whole model in one process."""
+    """The oracle: the whole model in one process, in at least float32."""
 
     def __init__(self, workload: Workload, ctx: Context) -> None:
-        self.workload = workload
+        self.workload, ctx = workload, dataclasses.replace(ctx, dtype=wide(ctx.dtype))
         config = decode_config(workload)
         self.model: Decoder = shared.empty_model(config, ctx).requires_grad_(False)
         self.cache = KVCache(config, workload.batch, workload.context + 1, ctx.dtype, ctx.device)

