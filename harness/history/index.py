@@ -109,6 +109,8 @@ class Index:
         manifest = self._load()
         if manifest["state"] != state:
             with self._locked():
+                entries = self.store.entries()  # as it is now: whoever held the lock may have seen more than we did
+                state = state_of(entries)
                 manifest = self._load()
                 if manifest["state"] != state:
                     manifest = self._update(manifest, entries, state, progress)

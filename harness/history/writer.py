@@ -22,6 +22,8 @@ from harness.errors import StoreError
 from harness.history.folders import LocalFolder, RemoteFolder
 from harness.record import to_line
 
+#: macOS has no fdatasync.
+_sync = getattr(os, "fdatasync", os.fsync)
 #: A sync slower than this would make an append dear, so that the file is then synced at its end only.
 SLOW_SYNC_S = 0.002
 #: An object of a long run is closed at this size and the next begun, so that rewriting stays cheap.
@@ -179,7 +181,7 @@ class LocalRun:
     def _durable(self) -> None:
         start = time.perf_counter()
         try:
-            os.fdatasync(self._fd)
+            _sync(self._fd)
         except OSError:  # a file system that cannot sync has still taken the line
             self._sync = False
         if time.perf_counter() - start > SLOW_SYNC_S:

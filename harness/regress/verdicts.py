@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import secrets
@@ -107,7 +106,7 @@ def judge(
     """A verdict for every series in scope, the worst first.
 
     The series of a technique on a GPU type are not judged again while their records stay the same: ``kept_in`` (by
-    default a file in the user's cache) keeps their verdicts.
+    default a folder in the user's cache) keeps their verdicts.
     """
     return judge_within(None, history, scope, acknowledged, progress, kept_in)[0]
 
@@ -125,7 +124,7 @@ def judge_within(
     scope = scope or Scope()
     marks = fingerprints(history)
     groups = sorted(g for g in marks if scope.technique in (None, g[0]) and scope.gpu in (None, g[1]))
-    kept = _Kept(kept_in or cache_folder() / "verdicts.json")
+    kept = _Kept(kept_in or cache_folder() / "verdicts")
     verdicts: list[Verdict] = []
     waiting = 0
     start = time.monotonic()
@@ -146,7 +145,6 @@ def judge_within(
                 verdicts.append(Verdict(key, body.pop("verdict"), body))
         if progress is not None:
             progress(number, len(groups))
-    kept.save()
     for verdict in verdicts:
         _limit(verdict, history, scope.since)
         _acknowledge(verdict, acknowledged)
@@ -298,33 +296,30 @@ def _acknowledge(verdict: Verdict, entries: Iterable[Acknowledged]) -> None:
 
 
 class _Kept:
-    """Verdicts of groups of series, kept by a mark of what they were made from."""
+    """Verdicts of groups of series in a folder, a file a group, with a mark of what they were made from."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._changed = False
-        try:
-            self._kept: dict[str, Any] = dict(json.loads(path.read_bytes()))
-        except (OSError, ValueError, TypeError):  # none yet, or torn: judged anew
-            self._kept = {}
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
 
     def get(self, name: str, mark: str) -> dict[str, dict[str, Any]] | None:
-        found = self._kept.get(name)
-        return copy.deepcopy(found["bodies"]) if found and found.get("mark") == mark else None
+        """The verdicts of a group, if they were made from what the mark says."""
+        try:
+            found = json.loads(self._path(name).read_bytes())
+            return dict(found["bodies"]) if found["mark"] == mark else None
+        except (OSError, ValueError, KeyError, TypeError):  # none yet, or another version's: judged anew
+            return None
 
     def put(self, name: str, mark: str, bodies: dict[str, dict[str, Any]]) -> None:
-        self._kept[name] = {"mark": mark, "bodies": copy.deepcopy(bodies)}
-        self._changed = True
-
-    def save(self) -> None:
-        """Keep them; a cache that cannot be written costs time only."""
-        if not self._changed:
-            return
-        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        """Keep a group's verdicts; a cache that cannot be written costs time only."""
+        path = self._path(name)
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._kept))
-            temporary.replace(self._path)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"mark": mark, "bodies": bodies}))
+            temporary.replace(path)
         except OSError:
             temporary.unlink(missing_ok=True)
 
