@@ -63,6 +63,7 @@ def test_benchmarks_carry_the_method_version_a_unit_and_a_time_limit(discovered:
     for benchmark in discovered[0]:
         assert benchmark["version"] == str(METHOD)
         assert benchmark["unit"] != "unit"
+        assert not benchmark.get("pretty_name"), "asv's page would show it in place of the technique's name"
         assert benchmark["timeout"] == pair_suite.TIMEOUT_S["smoke"]
 
 
