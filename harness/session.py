@@ -24,6 +24,8 @@ from harness.report import Reporter
 from harness.runner import Runner, Settings
 from harness.serving.metrics import Slo
 from harness.serving.peer_runner import Peer, PeerRunner
+from harness.serving.sweep import RATE
+from harness.serving.workload_trace import trace_for
 from harness.world import Joined, detect_world, join
 
 
@@ -149,6 +151,7 @@ class Session:
 
     def _items(self) -> list[Item]:
         items = with_real_digests(make_plan(self.request), self.request)
+        self._look_at_traces(items)
         if self.world is None:
             return items
         size = self.world.place.world
@@ -161,6 +164,17 @@ class Session:
             if item not in fitting:
                 self.reporter.note(f"{item.technique.name} runs on {item.ranks} rank: not measured in this world")
         return fitting
+
+    def _look_at_traces(self, items: Sequence[Item]) -> None:
+        """Says what a trace file holds and how many of its rows were refused, before anything is measured."""
+        if self.request.trace is None:
+            return
+        serving = [w for i in items for w in i.workloads if "trace" in w.dims and RATE in w.dims]
+        if not serving and self.request.names:
+            raise UsageError(f"--trace {self.request.trace}: nothing that was chosen replays a trace")
+        said = {trace.describe(): bool(trace.refused) for trace in (trace_for(w, self.request.trace) for w in serving)}
+        for text, refused in said.items():
+            (self.reporter.warn if refused else self.reporter.note)(text)
 
     def _settings(self) -> Settings:
         o, world = self.options, self.world

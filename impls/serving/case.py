@@ -68,6 +68,7 @@ class ServeCase:
     def counters(self) -> dict[str, float]:
         """What the last run counted; see the class."""
         counts = {key: float(value) for key, value in {**self.engine.counters, **self.trace}.items()}
+        counts["host_waited_s"] = self.engine.waited
         cost = StepCost.fit(self.recorder.steps)
         if cost is not None:
             counts.update(cost.as_counters())

@@ -73,8 +73,9 @@ class Flight:
 class Engine:
     """Requests in, tokens out; see the module's docstring.
 
-    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was
-    refused.
+    waited: seconds that the host spent waiting for the device's tokens; what it did beside that is hidden by lookahead
+    as long as it still has to wait.
+    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was refused.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Engine:
         self._outbox: list[Output] = []
         self._flight: Flight | None = None
         self._landed = 0.0
+        self.waited = 0.0
         self.counters: Counter[str] = Counter()
         if self.recorder is not None:
             self.recorder.begin()
@@ -182,8 +184,10 @@ class Engine:
         return flight
 
     def _land(self, flight: Flight) -> list[Output]:
+        asked = self.now
         tokens = flight.collect()
         now = self.now
+        self.waited += now - asked
         outputs = []
         for (sequence, place), token in zip(flight.draws, tokens, strict=True):
             # Who was cancelled or ended on a stop token meanwhile gets nothing more.

@@ -13,7 +13,7 @@ from kernels.paged_attention import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rope_cache import rope_cache
 
-#: Query rows of a tile in the batch-invariant mode, whatever the chunk.
+#: Query rows of a tile in the batch-invariant mode, whatever the chunk (more only for groups of more heads).
 INVARIANT_TILE = 64
 
 
@@ -51,7 +51,7 @@ class KernelAttend:
     ) -> None:
         self.cache, self.layout, self.rope, self.positions_T = cache, layout, rope, positions_T
         self.decodes = 0 if invariant else layout.decodes
-        self.tile = INVARIANT_TILE if invariant else None
+        self.invariant = invariant
         self.chunks = len(layout.host_lengths) - self.decodes
         # Decodes are one row each, so the first row of the first chunk is their number.
         self.starts_B1 = layout.starts_B[self.decodes :] - self.decodes if self.decodes else layout.starts_B
@@ -59,6 +59,8 @@ class KernelAttend:
     def __call__(self, layer: int, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
         keys, values = self.cache.layer(layer)
         layout, decodes = self.layout, self.decodes
+        group = q_BSHE.shape[2] // k_BSKE.shape[2]
+        tile = max(INVARIANT_TILE, 1 << (group - 1).bit_length()) if self.invariant else None
         q_THE = rope_cache(
             q_BSHE[0],
             k_BSKE[0],
@@ -83,7 +85,7 @@ class KernelAttend:
             layout.lengths_B[decodes:],
             self.starts_B1,
             widest=layout.widest,
-            rows=self.tile,
+            rows=tile,
             out_THE=out[decodes:],
         )
         return out.unsqueeze(0)

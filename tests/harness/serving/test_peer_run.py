@@ -71,3 +71,21 @@ def test_a_rate_makes_points_of_the_workloads_that_send_requests() -> None:
     assert {item.technique.kind for item in make_plan(Request(tier="smoke", rates=(1.0,)))} == {"serve"}
     with pytest.raises(UsageError, match="sends no requests"):
         make_plan(Request(names=("add_rms_norm",), tier="smoke", rates=(1.0,)))
+
+
+def test_a_trace_is_looked_at_before_anything_is_sent(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    good = "2023-11-16 18:15:46.68,7,2\n2023-11-16 18:15:46.70,5,1\n"
+    trace = tmp_path / "mine.csv"
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{good}2023-11-16 18:15:46.71,x,1\n")
+    code, records, err = run(server, "paged_kv", "--workload", "tiny", "--no-store", "--trace", str(trace))
+    assert code == 0, err
+    assert "mine.csv: 2 requests over 0.0 s, 1 rows refused (mine.csv:4: ContextTokens is 'x'" in err.replace("\n", " ")
+    (record,) = records
+    assert record["dims"]["trace"] == "mine.csv"
+    assert record["counters"] == {"trace_rows_refused": 1.0, "trace_requests_clipped": 0.0}
+    assert record["serve"]["requests"]["output_tokens"] == 3
+    trace.write_text("nothing of the kind\n")
+    code, records, err = run(server, "paged_kv", "--workload", "tiny", "--no-store", "--trace", str(trace))
+    assert (code, records) == (2, [])
+    assert "begins with 'nothing of the kind'" in err.replace("\n", " ")
+    assert len(server.seen) == 2  # type: ignore[attr-defined]
