@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 _REDUCE_COLUMNS = 32  # 128 bytes of float32: one full line of every partial row
-_REDUCE_ROWS = 64
+_REDUCE_ROWS = 256  # eight 16-byte loads in flight for each of 256 threads
 
 
 @triton.jit

@@ -48,6 +48,7 @@ def _loss_kernel(
     stride,
     ignore_index,
     smoothing,
+    SMOOTHED: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
@@ -60,21 +61,21 @@ def _loss_kernel(
             tl.store(lse_ptr + row, 0.0)
         else:
             logits_row = logits_ptr + row * stride
-            maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR)
+            maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, SMOOTHED)
             lse = maximum + tl.log(power)
-            loss = _loss_of(lse, total, logits_row, target, smoothing, COLUMNS)
+            loss = _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS)
             tl.store(loss_ptr + row, loss)
             tl.store(lse_ptr + row, lse)
         row += tl.num_programs(0)
 
 
 @triton.jit
-def _loss_of(lse, total, logits_row, target, smoothing, COLUMNS: tl.constexpr):
+def _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED: tl.constexpr, COLUMNS: tl.constexpr):
     """The loss of one row; NaN where the target is no column of it."""
     inside = (target >= 0) & (target < COLUMNS)
     right = tl.load(logits_row + target, mask=inside, other=float("nan")).to(tl.float32)
     loss = lse - right
-    if smoothing > 0.0:
+    if SMOOTHED:
         loss = (1.0 - smoothing) * loss + smoothing * (lse - total / COLUMNS)
     return loss
 
@@ -134,6 +135,7 @@ def _gradient_kernel(
     scale_stride,
     ignore_index,
     smoothing,
+    SMOOTHED: tl.constexpr,
     WITH_LOSS: tl.constexpr,
     MEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -154,9 +156,9 @@ def _gradient_kernel(
             if MEAN:
                 scale /= tl.load(count_ptr)
             if WITH_LOSS:
-                maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR)
+                maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, SMOOTHED)
                 lse = maximum + tl.log(power)
-                tl.store(loss_ptr + row, _loss_of(lse, total, logits_row, target, smoothing, COLUMNS))
+                tl.store(loss_ptr + row, _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS))
             else:
                 lse = tl.load(lse_ptr + row)
             _write_gradient(logits_row, grad_row, lse, target, scale, smoothing, COLUMNS, LANES, VECTOR)
@@ -260,6 +262,7 @@ def cross_entropy_forward(
                 logits.stride(0),
                 ignore_index,
                 label_smoothing,
+                SMOOTHED=label_smoothing > 0.0,
                 COLUMNS=columns,
                 **shape,
             )
@@ -312,6 +315,7 @@ def cross_entropy_backward(
             grad_loss.stride(0) if reduction == "none" else 0,
             ignore_index,
             label_smoothing,
+            SMOOTHED=label_smoothing > 0.0,
             WITH_LOSS=False,
             MEAN=reduction == "mean",
             COLUMNS=columns,
@@ -358,6 +362,7 @@ def cross_entropy_gradient_(
             0,
             ignore_index,
             label_smoothing,
+            SMOOTHED=label_smoothing > 0.0,
             WITH_LOSS=True,
             MEAN=False,
             COLUMNS=columns,

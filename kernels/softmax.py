@@ -131,8 +131,8 @@ def _backward_kernel(
 
 
 @triton.jit
-def row_statistics(row_ptr, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """The maximum, the sum of exp(x - maximum) and the sum of a long row, read once.
+def row_statistics(row_ptr, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, TOTAL: tl.constexpr):
+    """The maximum, the sum of exp(x - maximum) and, with TOTAL, the sum of a long row, read once.
 
     Each of LANES carries a maximum and a sum of its own over VECTOR neighbouring elements a turn. A row of -inf
     alone has maximum -inf and sum 0; NaN and +inf make the sum NaN.
@@ -146,7 +146,8 @@ def row_statistics(row_ptr, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: 
         x = x_next.to(tl.float32)
         ahead = offset + (turn + 1) * (LANES * VECTOR)
         x_next = tl.load(row_ptr + ahead, mask=ahead < COLUMNS, other=float("-inf"))
-        total += tl.sum(tl.where(ahead - LANES * VECTOR < COLUMNS, x, 0.0), axis=1)
+        if TOTAL:
+            total += tl.sum(tl.where(ahead - LANES * VECTOR < COLUMNS, x, 0.0), axis=1)
         risen = tl.maximum(maximum, tl.max(x, axis=1))
         # Until a lane has seen a finite number its maximum is -inf, and -inf - -inf would be NaN.
         level = tl.where(risen == float("-inf"), 0.0, risen)
@@ -167,7 +168,7 @@ def _long_forward_kernel(
     while row < rows:
         x_row = x_ptr + row * x_stride
         y_row = y_ptr + row * COLUMNS
-        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR)
+        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR, False)
         scale = tl.div_rn(1.0, power)
         back = offset + (TURNS - 1) * (LANES * VECTOR)
         x_next = tl.load(x_row + back, mask=back < COLUMNS, other=0.0, eviction_policy="evict_first")

@@ -169,7 +169,7 @@ def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     arguments = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64", "ignore_index": "i32"}
     arguments |= dict.fromkeys(("loss_ptr", "lse_ptr", "scale_ptr", "count_ptr"), "*fp32")
     arguments |= dict.fromkeys(("rows", "stride", "grad_stride"), "i32") | {"smoothing": "fp32", "scale_stride": 1}
-    arguments |= {"MEAN": True, "COLUMNS": 128_256} | shape
+    arguments |= {"MEAN": True, "SMOOTHED": False, "COLUMNS": 128_256} | shape
     jobs = [{"kernel": "kernels.cross_entropy:_loss_kernel", "arguments": arguments, "warps": warps}]
     for with_loss in (False, True):
         job = {"kernel": "kernels.cross_entropy:_gradient_kernel", "arguments": arguments | {"WITH_LOSS": with_loss}}
