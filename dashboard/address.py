@@ -146,10 +146,14 @@ def number(
     )
 
 
-def span(label: str, options: Sequence[str], first: str = "from", last: str = "to") -> tuple[int, int]:
-    """A stretch of ordered options, as the places of its ends; kept as two parameters."""
+def span(
+    label: str, options: Sequence[str], first: str = "from", last: str = "to", newest: int = 200
+) -> tuple[int, int]:
+    """A stretch of ordered options, as the places of its ends; kept as two parameters. Unless they say otherwise it is
+    the ``newest`` so many."""
     ends = [get(first), get(last)]
-    places = [0, len(options) - 1]
+    start = max(0, len(options) - newest)
+    places = [start, len(options) - 1]
     for at, end in enumerate(ends):
         if end is not None:
             found = [n for n, option in enumerate(options) if option.startswith(end)]
@@ -167,7 +171,7 @@ def span(label: str, options: Sequence[str], first: str = "from", last: str = "t
         if isinstance(value, str):  # one end only, from a client that knows no stretch
             return
         left, right = value
-        put(first, None if left == options[0] else left)
+        put(first, None if left == options[start] else left)
         put(last, None if right == options[-1] else right)
 
     st.select_slider(label, options, key=key, on_change=moved)

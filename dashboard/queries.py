@@ -12,7 +12,8 @@ from harness.errors import PairbenchError
 from harness.gitfacts import GitUnavailable, find_repository, run_git
 from harness.history import query
 from harness.history.engine import History, Row, as_object
-from harness.history.query import SeriesKey
+from harness.history.flat import metric_column
+from harness.history.query import KEY_COLUMNS, SeriesKey
 
 #: A nightly that has not come after so many hours is late: a day, and half a day's grace for a long one.
 NIGHTLY_S: Final = 36 * 3600.0
@@ -184,6 +185,32 @@ def keys_of(history: History, filters: Mapping[str, Any], metric: str) -> list[t
             for name, value in filters.items()
         )
     ]
+
+
+def points(history: History, keys: Sequence[SeriesKey]) -> dict[SeriesKey, list[Row]]:
+    """The points of several series of one metric, as :func:`harness.history.query.series` gives them, in one query."""
+    if not keys:
+        return {}
+    column = metric_column(keys[0].metric)
+    names = ", ".join(f'"{name}"' for name in KEY_COLUMNS)
+    conditions = [key.where() for key in keys]
+    shared = sorted({key.technique for key in keys})
+    ordered = 'ORDER BY "time"'
+    rows = history.rows(
+        f'SELECT {names}, "commit", dirty, list({column} {ordered}) AS "values", list(run {ordered}) AS runs, '
+        f"list(id {ordered}) AS ids, list({column}_low {ordered}) AS lows, list({column}_high {ordered}) AS highs, "
+        f'min({column}_low) AS low, max({column}_high) AS high, min("time") AS first, max("time") AS last, '
+        "any_value(unit) AS unit, max(torch) AS torch, max(triton) AS triton, max(cuda) AS cuda, max(driver) AS driver,"
+        " max(machine) AS machine, max(power_limit_w) AS power_limit_w, max(reproduce) AS reproduce "
+        f"FROM records WHERE type = 'measurement' AND status = 'passed' AND {column} IS NOT NULL "
+        f"AND technique IN ({', '.join('?' * len(shared))}) AND ({' OR '.join(f'({text})' for text, _ in conditions)}) "
+        f'GROUP BY {names}, "commit", dirty',
+        [*shared, *(value for _, values in conditions for value in values)],
+    )
+    found: dict[SeriesKey, list[Row]] = {key: [] for key in keys}
+    for row in rows:
+        found[SeriesKey.of(row, keys[0].metric)].append(row)
+    return {key: query.points_of(history, own, key.metric) for key, own in found.items()}
 
 
 def source_link(technique: Technique, commit: str | None) -> str | None:

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from dashboard.charts.lines import Line
+from dashboard.queries import points
 from dashboard.source import Judged
-from harness.history import query
 from harness.history.engine import History, Row
 from harness.history.query import SeriesKey
 from harness.metric_names import METRICS
 from harness.regress.attribution import reproduce
 from harness.regress.detect import detect
 from harness.regress.points import as_detector_points
+
+#: Points that changes are looked for at once before a page is drawn; with more, marks come when all is judged.
+MOST_DETECTED = 1500
 
 
 def name_of(key: SeriesKey, row: Row | None, several: Sequence[SeriesKey]) -> str:
@@ -28,13 +31,13 @@ def name_of(key: SeriesKey, row: Row | None, several: Sequence[SeriesKey]) -> st
     return ", ".join(parts)
 
 
-def events_of(judged: Judged, key: SeriesKey, points: Sequence[Row]) -> list[dict[str, Any]]:
-    """The changes of a series: as judged where that is done, else found here without whose doing they were."""
+def events_of(judged: Judged, key: SeriesKey, points: Sequence[Row], here: bool = True) -> list[dict[str, Any]]:
+    """The changes of a series: as judged where that is done, else (``here``) found now, without whose doing."""
     for verdict in judged.verdicts:
         if verdict.key == key:
             return list(verdict.body.get("events") or [])
     own = [point for point in points if point["judged"]]
-    if not own:
+    if not own or not here:
         return []
     report = detect(as_detector_points(own), METRICS[key.metric].better)
     return [
@@ -55,11 +58,15 @@ def events_of(judged: Judged, key: SeriesKey, points: Sequence[Row]) -> list[dic
     ]
 
 
-def line_of(
-    history: History, judged: Judged, key: SeriesKey, row: Row | None, several: Sequence[SeriesKey], all_points: bool
-) -> Line:
-    """A series ready to be drawn; without ``all_points`` only those that are judged."""
-    points = query.series(history, key)
-    events = events_of(judged, key, points)
-    kept = points if all_points else [point for point in points if point["judged"]]
-    return Line(name_of(key, row, several), kept, events, key.metric)
+def lines_of(
+    history: History, judged: Judged, chosen: Sequence[tuple[SeriesKey, Row]], all_points: bool = True
+) -> list[Line]:
+    """Series of one metric, ready to be drawn; without ``all_points`` only the points that are judged."""
+    keys = [key for key, _ in chosen]
+    found = points(history, keys)
+    small = sum(map(len, found.values())) <= MOST_DETECTED
+    lines = []
+    for key, row in chosen:
+        kept = found[key] if all_points else [point for point in found[key] if point["judged"]]
+        lines.append(Line(name_of(key, row, keys), kept, events_of(judged, key, found[key], small), key.metric))
+    return lines

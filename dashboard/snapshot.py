@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dashboard import glossary, queries
-from dashboard.charts.lines import Line
-from dashboard.seriesview import line_of
+from dashboard.seriesview import lines_of
 from dashboard.source import Judged, Source
 from dashboard.svg import chart
 from dashboard.text import ago, cut, esc, short
@@ -197,8 +196,7 @@ def _series(snapshot: Snapshot) -> str:
     figures = []
     for place in wanted[:MOST_SERIES]:
         found = groups[place]
-        keys = [key for key, _ in found]
-        lines: list[Line] = [line_of(history, snapshot.judged, key, row, keys, True) for key, row in found]
+        lines = lines_of(history, snapshot.judged, found)
         title = f"{place[0]} on {place[1]}, {found[0][1]['workload']} {place[3]}"
         figures.append(f"<figure><figcaption>{esc(title)}</figcaption>{chart(lines)}</figure>")
     left = f"<p>{len(wanted) - MOST_SERIES} more are in the dashboard.</p>" if len(wanted) > MOST_SERIES else ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from harness.errors import PairbenchError
 from harness.history.engine import History
@@ -20,9 +21,13 @@ from harness.regress.acknowledge import find_acknowledged
 from harness.regress.verdicts import Verdict, judge_within
 
 T = TypeVar("T")
-#: Seconds of judging between looks at what was judged, and the longest wait for a page that is being drawn.
-SLICE_S: Final = 4.0
+#: Seconds of judging before what was judged is shown: at first, and later, when each showing costs more.
+FIRST_SLICE_S: Final = 4.0
+SLICE_S: Final = 20.0
+#: The longest that judging waits, between two groups of series, for a page that is being drawn.
 YIELD_S: Final = 1.5
+#: Answers to one filter each that are kept; some hold thousands of points.
+KEPT: Final = 24
 
 
 @dataclass
@@ -60,6 +65,7 @@ class Source:
         self._drawing = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
+        self._recent: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def close(self) -> None:
         """End judging, and let go of the history."""
@@ -103,6 +109,23 @@ class Source:
             raise PairbenchError(self.problem or "the history is not open")
         return self.history.once(f"dashboard {name}", compute)
 
+    def recent(self, name: str, compute: Callable[[History], T]) -> T:
+        """An answer that there are many of, as one a filter: the last few are kept until the history changes."""
+        if self.history is None:
+            raise PairbenchError(self.problem or "the history is not open")
+        key = (self.state, name)
+        with self._lock:
+            if key in self._recent:
+                self._recent.move_to_end(key)
+                found: T = self._recent[key]
+                return found
+        found = compute(self.history)
+        with self._lock:
+            self._recent[key] = found
+            while len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+        return found
+
     def drawing(self) -> _Drawing:
         """A context in which a page is drawn: judging waits for it."""
         return _Drawing(self)
@@ -128,10 +151,13 @@ class Source:
             time.sleep(0.05)
 
     def _judge(self, history: History, state: str) -> None:
+        import duckdb
+
+        slice_s = FIRST_SLICE_S
         while True:
             try:
                 repository = history.repository.top if history.repository is not None else None
-                verdicts, waiting = judge_within(SLICE_S, history, None, find_acknowledged(repository), self._pause)
+                verdicts, waiting = judge_within(slice_s, history, None, find_acknowledged(repository), self._pause)
                 found = Judged(state, verdicts, waiting, None, waiting > 0)
             except _Stopped:
                 return
@@ -139,6 +165,11 @@ class Source:
                 found = Judged(state, [], 0, str(err), False)
             except ModuleNotFoundError as err:
                 found = Judged(state, [], 0, f"verdicts need {err.name}: pip install 'pairbench[history]'", False)
+            except duckdb.Error:
+                if self._stop.is_set():  # the history was closed under a query
+                    return
+                raise
+            slice_s = SLICE_S
             self.judged = found
             if not found.running or self.state != state:
                 return

@@ -48,7 +48,7 @@ def render(view: parts.View) -> None:
     across = [word.partition(":")[0] for word in (a, b) if ":" in word]
     if "gpu" in across:  # the sides say it themselves
         filters.pop("gpu")
-    done = view.source.once(
+    done = view.source.recent(
         f"compare {a} {b} {metric} {sorted(filters.items(), key=str)}",
         lambda history: compare(history, a, b, [metric], **{k: v for k, v in filters.items() if v}),
     )

@@ -8,7 +8,8 @@ import streamlit as st
 
 from dashboard import address, parts, queries
 from dashboard.charts import lines
-from dashboard.seriesview import line_of
+from dashboard.seriesview import lines_of
+from dashboard.source import Judged
 from dashboard.text import cut, short
 from dashboard.theme import verdict_signed
 from harness.errors import PairbenchError
@@ -19,6 +20,8 @@ from harness.regress.attribution import reproduce
 from harness.regress.present import change, what_changed
 
 MOST = 8
+#: Commits shown unless the address says which.
+NEWEST = 200
 
 
 def render(view: parts.View) -> None:
@@ -33,20 +36,17 @@ def render(view: parts.View) -> None:
                                help="Dirty trees, other branches, merged side branches and orphans.")  # fmt: skip
     keys = [key for key, _ in chosen]
     judged = view.source.judge()
-    found = [
-        view.source.once(
-            f"line {key.text} {every} {judged.whole} {len(chosen)} {hash(tuple(keys))}",
-            lambda history, key=key, row=row: line_of(history, judged, key, row, keys, every),  # type: ignore[misc]
-        )
-        for key, row in chosen
-    ]
+    words = " ".join(key.text for key in keys)
+    found = view.source.recent(
+        f"lines {words} {every} {judged.whole}", lambda history: lines_of(history, judged, chosen, every)
+    )
     commits = lines.axis(found)
     if not commits:
         parts.nothing("No point to show.", "What was measured here is not judged (dirty trees, other branches).",
                       "Turn on *Points that are not judged*.")  # fmt: skip
         return
     options = [short(point["commit"]) for point in commits]
-    shown = address.span("Commits", options)
+    shown = address.span("Commits", options, newest=NEWEST)
     figure = lines.with_stack_axis(lines.history(found, normalised, shown))
     event = parts.figure(figure, "history", select="points+box")
     _zoom(event, options)
@@ -54,7 +54,7 @@ def render(view: parts.View) -> None:
         st.info("One commit so far: there is a level, and no change to be seen. Measure another commit with the "
                 "command below.", icon=":material/looks_one:")  # fmt: skip
     _point(event, found)
-    _changes(found)
+    _changes(found, judged)
     _points(found)
 
 
@@ -143,7 +143,7 @@ def _zoom(event: Any, options: list[str]) -> None:
     ends = sorted(float(x) for x in boxes[0]["x"])
     first, last = max(0, round(ends[0])), min(len(options) - 1, round(ends[-1]))
     if last > first and parts.newly("history box", (first, last, len(options))):
-        address.put("from", options[first] if first > 0 else None)
+        address.put("from", options[first])
         address.put("to", options[last] if last < len(options) - 1 else None)
         st.rerun()
 
@@ -166,7 +166,7 @@ def _point(event: Any, found: list[lines.Line]) -> None:
     parts.command(reproduce(point))
 
 
-def _changes(found: list[lines.Line]) -> None:
+def _changes(found: list[lines.Line], judged: Judged) -> None:
     rows = [
         {
             "change": verdict_signed(event["verdict"], bool(event.get("acknowledged"))),
@@ -184,6 +184,8 @@ def _changes(found: list[lines.Line]) -> None:
         for event in line.events
     ]
     st.subheader("Changes", anchor="changes")
+    if not judged.whole:
+        st.caption("The series are still being judged: marks may be missing, and whose doing a change was.")
     if rows:
         parts.table(rows, "changes")
     else:

@@ -75,7 +75,7 @@ def _run(view: parts.View, row: Row) -> None:
     st.subheader("Selected run", anchor="run")
     parts.plain(f"{run} on {row['gpu']} ({row['machine']}), {short(row['commit'])} {row['subject'] or ''}")
     parts.command(f"pairbench show {run}")
-    lines = view.source.once(f"run {run}", lambda history: history.lines("run = ?", [run]))
+    lines = view.source.recent(f"run {run}", lambda history: history.lines("run = ?", [run]))
     _sentinel([line for line in lines if line["type"] == "sentinel"])
     records = [line for line in lines if line["type"] == "measurement"]
     _failures([record for record in records if record["status"] not in ("passed", "skipped")])

@@ -138,7 +138,7 @@ def _limits(view: parts.View, rows: list[Row], gpu: str) -> None:
 
 def _correctness(view: parts.View, technique: str, gpu: str) -> None:
     st.subheader("Correctness error over time", anchor="correctness")
-    rows = view.source.once(f"checks {technique} {gpu}", lambda h: queries.correctness(h, technique, gpu))
+    rows = view.source.recent(f"checks {technique} {gpu}", lambda h: queries.correctness(h, technique, gpu))
     if not rows:
         parts.nothing("No check was recorded.", "Nothing here was compared with an oracle yet.", "",
                       f"pairbench check {technique}")  # fmt: skip
