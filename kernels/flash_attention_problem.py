@@ -5,6 +5,7 @@ Every refusal is a ValueError that names the argument, says what it is and what 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -133,7 +134,11 @@ def _check_lengths(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
 ) -> tuple[int, int, int]:
-    """The batch size and the longest sequences. Only shapes are read: reading the values would stop the device."""
+    """The batch size and the longest sequences.
+
+    Values are read where that costs nothing (on the CPU); reading them on a GPU would stop it, so there they are the
+    caller's word.
+    """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing}: missing; a variable-length batch needs both cu_seqlens_q and cu_seqlens_k")
@@ -157,4 +162,19 @@ def _check_lengths(
                 f"{tokens} (the tokens in all)"
             )
         longest.append(limit)
+    for name, cu, limit, tokens in (
+        ("cu_seqlens_q", cu_seqlens_q, longest[0], len(q)),
+        ("cu_seqlens_k", cu_seqlens_k, longest[1], len(k)),
+    ):
+        if cu.device.type == "cpu":
+            _check_values(name, cu.tolist(), limit, tokens)
     return len(cu_seqlens_q) - 1, longest[0], longest[1]
+
+
+def _check_values(name: str, cu: list[int], limit: int, tokens: int) -> None:
+    lengths = [end - start for start, end in itertools.pairwise(cu)]
+    if cu[0] != 0 or min(lengths) < 0 or cu[-1] > tokens:
+        raise ValueError(f"{name}: {cu} must rise from 0 to at most the {tokens} tokens")
+    if max(lengths) > limit:
+        longest = f"max_seqlen_{name[-1]}"
+        raise ValueError(f"{longest}: {limit} is less than the longest sequence, {max(lengths)}")

@@ -358,6 +358,11 @@ def test_refusals_of_packed_batches() -> None:
     assert "cu_seqlens_k: 2 entries" in refused(**call, **(lengths | {"cu_seqlens_k": cu[:2]}))
     assert "max_seqlen_k: None" in refused(**call, **(lengths | {"max_seqlen_k": None}))
     assert "max_seqlen_q: 9" in refused(**call, **(lengths | {"max_seqlen_q": 9}))
+    if not CUDA:  # on a GPU the values are the caller's word: reading them would stop it
+        falling, long = (torch.tensor(values, dtype=torch.int32) for values in ([0, 5, 3], [0, 3, 9]))
+        assert "cu_seqlens_q: [0, 5, 3]" in refused(**call, **(lengths | {"cu_seqlens_q": falling}))
+        assert "cu_seqlens_k: [0, 3, 9]" in refused(**call, **(lengths | {"cu_seqlens_k": long}))
+        assert "max_seqlen_q: 4 is less than" in refused(**call, **(lengths | {"max_seqlen_q": 4}))
 
 
 def test_bfloat16_on_the_gpu() -> None:
