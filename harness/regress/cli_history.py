@@ -40,6 +40,10 @@ def open_for(store: str | None, branch: str) -> Any:
     history = open_history(stores, find_order_repository(), branch, progress)
     if history.order.reason is not None and history.order.places:
         print(f"pairbench: note: {history.order.reason}", file=sys.stderr)
+    off = {word: sum(p.standing == word for p in history.order.places.values()) for word in ("orphan", "elsewhere")}
+    if any(off.values()):
+        said = f"{off['orphan']} on no branch (rebased away?), {off['elsewhere']} on other branches only"
+        print(f"pairbench: note: recorded commits that are kept and not judged: {said}", file=sys.stderr)
     return history
 
 

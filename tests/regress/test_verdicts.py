@@ -303,3 +303,14 @@ def test_the_slow_drift_rule_alone() -> None:
     assert slow_drift(replace(report, events=(back,)), reference, 60) is not None
     assert slow_drift(replace(report, state="inconclusive"), reference, 60) is None
     assert slow_drift(report, None, 60) is None
+
+
+def test_commits_that_are_not_judged_are_counted_aloud(
+    world: Any, app: typer.Typer, in_world: Callable[[], None]
+) -> None:
+    world.nights(2)
+    world.run(world.commit("rebased away"))
+    world.git("reset", "-q", "--hard", "HEAD~1")
+    in_world()
+    done = CliRunner().invoke(app, ["regressions", "--store", str(world.store)])
+    assert "1 on no branch" in done.stderr
