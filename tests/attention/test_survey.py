@@ -104,3 +104,19 @@ def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
     assert "0.90" in lines[1]
     assert "1.50" in lines[1]
     assert "0.90" not in lines[4], "no peer was measured on that shape"
+
+
+def test_what_is_not_reached_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "checked", lambda *_: "right")
+    namespace = survey.argparse.Namespace(tiny=True, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1)
+    rows = survey.survey_group("triton", namespace)
+    assert rows
+    assert {row.check for row in rows} == {"not reached in time"}
+
+
+def test_memory_is_poisoned_before_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves an element unwritten is wrong even where the memory held the right value before."""
+    seen: list[bool] = []
+    monkeypatch.setattr(survey, "poison", lambda like: seen.append(True))
+    survey.checked(candidates(64, False, "forward", None)[0], False, torch.device("cpu"), (1, 1, 5, 5))
+    assert seen == [True]
