@@ -198,3 +198,18 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
         assert report["registers"] * 32 * launch.warps * launch.programs <= 65_536, job
         narrow = {access for access in report["accesses"] if not access.endswith("v4.b32")}
         assert narrow <= {"ld.b32", "st.b32"}, report["accesses"]  # mean and rstd, one a row
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31(assert_near, draw):
+    rows, columns = 2**31 // 4096 + 3, 4096
+    if torch.cuda.mem_get_info()[0] < 20 * 2**30:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    x = draw(columns, dtype=torch.bfloat16).expand(rows, columns).contiguous()
+    weight, bias = draw(columns, dtype=torch.bfloat16, seed=1), draw(columns, dtype=torch.bfloat16, seed=2)
+    out, mean, rstd = layer_norm_dropout_add_forward(x, x, weight, bias, 0.0, SEED)
+    assert torch.equal(out[-1], out[0])
+    grad_x, _, _ = layer_norm_dropout_add_backward(out, x, weight, mean, rstd, 0.0, SEED)
+    assert torch.equal(grad_x[-1], grad_x[0])
+    dropped, _, _ = layer_norm_dropout_add_forward(x, x, weight, bias, 0.5, SEED)
+    assert not torch.equal(dropped[-1], dropped[0])  # the counter goes on past 2**32 draws

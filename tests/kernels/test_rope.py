@@ -174,3 +174,16 @@ def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     # The eight key heads are half a tile for these warps: 8 bytes a thread.
     assert set(report["accesses"]) <= {"ld.v4.b32", "st.v4.b32", "ld.v2.b32", "st.v2.b32", "ld.b64"}
     assert report["accesses"]["st.v4.b32"] >= 4
+
+
+@pytest.mark.gpu
+def test_offsets_past_two_to_the_31(assert_near):
+    tokens = 2**31 // (32 * 128) + 3
+    if torch.cuda.mem_get_info()[0] < 2**33:
+        pytest.skip("needs 8 GiB of free GPU memory")
+    q = torch.full((1, tokens, 32, 128), 0.5, dtype=torch.bfloat16, device="cuda")
+    k = torch.full((1, tokens, 1, 128), 0.5, dtype=torch.bfloat16, device="cuda")
+    cos, sin = tables(tokens, 64, q.device)
+    rope_forward(q, k, cos, sin)
+    start = torch.full((1, 1, 32, 128), 0.5, device="cuda")
+    assert_near(q[:, -1:], plain(start, cos, sin, torch.tensor([[tokens - 1]], device="cuda")), units=2)
