@@ -19,7 +19,7 @@ import pytest
 
 from harness.history.store import Store
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 LATENCY = "fusion.nap.Nap.track_latency"
 
 
