@@ -33,6 +33,8 @@ from impls.attention.visible_pairs import visible_pairs
 from kernels.flash_attention import flash_attention, flash_attention_backward, flash_attention_forward
 
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float16}  # the interpreter's bfloat16 products are garbage
+TOKENS, WIDTH = 16384, 2048  # of a timed batch
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 GROUPS = ("triton", "hopper")
 
@@ -76,7 +78,7 @@ def poison(like: list[torch.Tensor]) -> None:
 def checked(candidate: Candidate, causal: bool, device: torch.device, shape: tuple[int, int, int, int]) -> str:
     """`right`, or what is wrong: twice the plain formula's error, or one rounding, against float64."""
     batch, heads, q_len, kv_len = shape
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    dtype = DTYPE[device.type]
     generator = torch.Generator().manual_seed(random.randrange(1 << 30))
     drawn = [
         torch.randn(batch, n, heads, candidate.head_dim, generator=generator).to(device, dtype)
@@ -129,11 +131,12 @@ def call_for(row: Row, candidate: Candidate | None, tensors: list[torch.Tensor])
     return lambda: flash_attention_backward(problem, q, k, v, out, lse, grad, config=config)
 
 
-def timed(rows: list[tuple[Row, Candidate | None]], rounds: int) -> None:
+def timed(rows: list[tuple[Row, Candidate | None]], rounds: int, device: torch.device) -> None:
     """Interleaved rounds in random order, device events around each call, the median kept."""
     first = rows[0][0]
-    batch, heads, dim = 16384 // first.seq, 2048 // first.head_dim, first.head_dim
-    tensors = [torch.randn(batch, first.seq, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    batch, heads, dim = TOKENS // first.seq, WIDTH // first.head_dim, first.head_dim
+    dtype = DTYPE[device.type]
+    tensors = [torch.randn(batch, first.seq, heads, dim, device=device, dtype=dtype) for _ in range(4)]
     lanes = []
     for row, candidate in rows:
         try:
@@ -193,7 +196,7 @@ def survey_group(group: str, args: argparse.Namespace) -> list[Row]:
                 done += [row for row, _ in shape]  # right, not timed
                 continue
             lanes: list[tuple[Row, Candidate | None]] = [*shape, *peers]
-            timed(lanes, args.rounds)
+            timed(lanes, args.rounds, device)
             done += [row for row, _ in lanes]
         print(f"# {group} {direction} d={dim} {'causal' if causal else 'full'} done", file=sys.stderr, flush=True)
     return done

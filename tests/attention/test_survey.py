@@ -120,3 +120,30 @@ def test_memory_is_poisoned_before_a_check(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(survey, "poison", lambda like: seen.append(True))
     survey.checked(candidates(64, False, "forward", None)[0], False, torch.device("cpu"), (1, 1, 5, 5))
     assert seen == [True]
+
+
+def test_timing_interleaves_the_candidates_with_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(survey, "TOKENS", 48)
+    monkeypatch.setattr(survey, "WIDTH", 128)
+    for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+        candidate = candidates(64, True, direction, None)[0]
+        ours = survey.Row("triton", candidate.name, direction, 64, True, 24, check="right")
+        peer = survey.Row("torch", "sdpa_flash", direction, 64, True, 24, check="peer")
+        broken = survey.Row("torch", "no_such_peer", direction, 64, True, 24, check="peer")
+        survey.timed([(ours, candidate), (peer, None), (broken, None)], 2, torch.device("cpu"))
+        assert ours.samples_ms == peer.samples_ms == [2.0, 2.0]
+        assert ours.tflops == pytest.approx(factor * 4 * 64 * (24 * 25 // 2) * 2 * 2 / 2e-3 / 1e12)
+        assert broken.check.startswith("error: AttributeError")
+        assert broken.tflops is None
