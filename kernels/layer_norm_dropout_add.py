@@ -42,10 +42,9 @@ from kernels._rows import (
     on_device_of,
 )
 from kernels._tiles import load_tile, sum_rows
+from kernels.dropout_mask import GROUP, check_seed, drop_threshold, keep_scale, keep_tile
 
 MAX_COLUMNS = 16_384
-DRAWS = 65_536
-_GROUP = 8  # elements a Philox call
 
 
 class Launch(NamedTuple):
@@ -64,7 +63,7 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
 
     The backward of rows past 8,192 is the one case that spills: its two float32 sums alone fill half of the registers.
     """
-    block = max(_GROUP, triton.next_power_of_2(columns))
+    block = max(GROUP, triton.next_power_of_2(columns))
     tile_rows = max(1, 2048 // block)
     warps = max(4, tile_rows * block * itemsize // 1024)
     most = 16
@@ -72,18 +71,6 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     warps = min(32 if warps > (most if backward else 2 * most) else most, warps)
     programs = max(1, 16 // warps)
     return Launch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
-
-
-@triton.jit
-def _keep(seed, row, threshold, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile stay: eight draws of 16 bits a Philox call, for eight neighbours in a row."""
-    counter = row * GROUPS + tl.arange(0, BLOCK // 8)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counter)
-    k0 = tl.join((w0 & 0xFFFF).to(tl.int32) >= threshold, (w0 >> 16).to(tl.int32) >= threshold)
-    k1 = tl.join((w1 & 0xFFFF).to(tl.int32) >= threshold, (w1 >> 16).to(tl.int32) >= threshold)
-    k2 = tl.join((w2 & 0xFFFF).to(tl.int32) >= threshold, (w2 >> 16).to(tl.int32) >= threshold)
-    k3 = tl.join((w3 & 0xFFFF).to(tl.int32) >= threshold, (w3 >> 16).to(tl.int32) >= threshold)
-    return tl.reshape(tl.join(tl.join(k0, k1), tl.join(k2, k3)), (ROWS, BLOCK))
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
@@ -136,7 +123,7 @@ def _forward_kernel(
         normed = centred * rstd * weight + bias
         if DROP:
             # A product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula.
-            normed *= tl.where(_keep(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
+            normed *= tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
         out = residual + normed
         tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(mean_ptr + row, mean, mask=row < rows)
@@ -189,7 +176,7 @@ def _backward_kernel(
         mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if DROP:
-            grad *= tl.where(_keep(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
+            grad *= tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
         centred = tl.where(in_row, (x - mean) * rstd, 0.0)
         grad_bias += grad
         grad_weight += grad * centred
@@ -204,56 +191,6 @@ def _backward_kernel(
     target = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * COLUMNS) + column
     tl.store(target, tl.sum(grad_weight, axis=0, keep_dims=True), mask=in_row)
     tl.store(target + COLUMNS, tl.sum(grad_bias, axis=0, keep_dims=True), mask=in_row)
-
-
-@triton.jit(do_not_specialize=["seed", "threshold"])
-def _mask_kernel(
-    out_ptr, rows, seed, threshold, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    column = tl.arange(0, BLOCK)[None, :]
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    keep = _keep(seed, row, threshold, GROUPS, ROWS, BLOCK)
-    tl.store(out_ptr + row * COLUMNS + column, keep.to(tl.int8), mask=(row < rows) & (column < COLUMNS))
-
-
-def drop_threshold(p: float) -> int:
-    """How many of the 65,536 draws drop an element. Raises ValueError unless 0 <= p <= 1."""
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p: {p} is not a probability; use 0 to 1")
-    return round(p * DRAWS)
-
-
-def keep_scale(p: float) -> float:
-    """What a kept element is multiplied with: one over the exact keep rate (0 when nothing is kept)."""
-    kept = DRAWS - drop_threshold(p)
-    return DRAWS / kept if kept else 0.0
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed: {seed} is out of range; use 0 to 2**63 - 1")
-
-
-def dropout_mask(rows: int, columns: int, p: float, seed: int, device: torch.device | str) -> torch.Tensor:
-    """The mask (rows, columns), bool, True where an element is kept, that both ways make for (p, seed)."""
-    _check_seed(seed)
-    check_width("columns", columns, MAX_COLUMNS)
-    out = torch.empty((rows, columns), dtype=torch.int8, device=device)
-    if rows:
-        launch = launch_shape(columns, 4, backward=False)
-        with on_device_of(out):
-            _mask_kernel[(triton.cdiv(rows, launch.tile_rows),)](
-                out,
-                rows,
-                seed,
-                drop_threshold(p),
-                COLUMNS=columns,
-                GROUPS=triton.cdiv(columns, _GROUP),
-                BLOCK=launch.block,
-                ROWS=launch.tile_rows,
-                num_warps=launch.warps,
-            )
-    return out.bool()
 
 
 def layer_norm_dropout_add_forward(
@@ -282,7 +219,7 @@ def layer_norm_dropout_add_forward(
     check_vector("weight", weight, columns, "x", x, dtypes=(torch.float32,))
     check_vector("bias", bias, columns, "x", x, dtypes=(torch.float32,))
     threshold = drop_threshold(p)
-    _check_seed(seed)
+    check_seed(seed)
 
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean = torch.empty(rows, dtype=torch.float32, device=x.device)
@@ -309,7 +246,7 @@ def layer_norm_dropout_add_forward(
             keep_scale(p),
             DROP=threshold > 0,
             COLUMNS=columns,
-            GROUPS=triton.cdiv(columns, _GROUP),
+            GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
             PREFETCH=launch.prefetch,
@@ -343,7 +280,7 @@ def layer_norm_dropout_add_backward(
             raise ValueError(f"{name}: {statistic.dtype} of {tuple(statistic.shape)}; it must be float32 of ({rows},)")
         check_beside(name, statistic, "x", x, dtypes=(torch.float32,))
     threshold = drop_threshold(p)
-    _check_seed(seed)
+    check_seed(seed)
 
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
@@ -368,7 +305,7 @@ def layer_norm_dropout_add_backward(
             keep_scale(p),
             DROP=threshold > 0,
             COLUMNS=columns,
-            GROUPS=triton.cdiv(columns, _GROUP),
+            GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
             PREFETCH=launch.prefetch,

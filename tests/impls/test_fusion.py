@@ -5,7 +5,7 @@ import torch
 
 from harness import discover
 from impls.fusion import _philox, adamw
-from kernels.layer_norm_dropout_add import dropout_mask
+from kernels.dropout_mask import dropout_mask
 
 #: Predicted speedups as the pairs' docstrings state them, by workload.
 PREDICTED = {

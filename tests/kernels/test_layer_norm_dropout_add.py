@@ -3,11 +3,9 @@
 import pytest
 import torch
 
+from kernels.dropout_mask import drop_threshold, dropout_mask, keep_scale
 from kernels.layer_norm_dropout_add import (
     MAX_COLUMNS,
-    drop_threshold,
-    dropout_mask,
-    keep_scale,
     launch_shape,
     layer_norm_dropout_add,
     layer_norm_dropout_add_backward,
