@@ -62,8 +62,8 @@ def sequence_descriptor(
     """A descriptor of one sequence of a packed batch, in the rank-4 form `load_tile` wants (batch 0).
 
     Made on the device because the rows of a sequence end where the next one begins: the copy engine must stop
-    there, or a neighbour's NaN would reach this sequence through 0 · NaN. A descriptor holds no dimension of zero; of an
-    empty sequence nothing is loaded.
+    there, or a neighbour's NaN would reach this sequence through 0 · NaN. A descriptor holds no dimension of zero;
+    of an empty sequence nothing is loaded.
     """
     rows = tl.maximum(rows, 1)
     return tl.make_tensor_descriptor(
