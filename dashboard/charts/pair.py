@@ -75,7 +75,8 @@ def roofline(rows: Rows, ceilings: Mapping[str, Any]) -> go.Figure:
     spots = {id(r): (r["work_flops"] / r["work_bytes"], r["work_flops"] / r["m_latency"]) for r in own}
     roofs = [rate for rate in (ceilings.get("matmul") or {}).values() if rate]
     if own and ceilings.get("copy") and roofs:
-        fig.add_traces(_roofs([x for x, _ in spots.values()], ceilings))
+        dtypes = {str(row["compute_dtype"] or row["dtype"]) for row in own}
+        fig.add_traces(_roofs([x for x, _ in spots.values()], ceilings, dtypes))
     for variant, (colour, symbol) in marks.items():
         group = [r for r in own if r["variant"] == variant]
         if group:
@@ -96,12 +97,16 @@ def roofline(rows: Rows, ceilings: Mapping[str, Any]) -> go.Figure:
     return fig
 
 
-def _roofs(intensities: Sequence[float], ceilings: Mapping[str, Any]) -> list[go.Scatter]:
+def _roofs(intensities: Sequence[float], ceilings: Mapping[str, Any], dtypes: set[str]) -> list[go.Scatter]:
     lines = []
     bandwidth = float(ceilings["copy"])
-    for at, (dtype, peak) in enumerate(sorted(ceilings["matmul"].items(), key=lambda item: -item[1])[:4]):
+    peaks = {dtype: peak for dtype, peak in ceilings["matmul"].items() if peak}
+    # The roofs of the dtypes that were computed in; all of them where none of those was measured.
+    peaks = {dtype: peak for dtype, peak in peaks.items() if dtype in dtypes} or peaks
+    ridges = [peak / bandwidth for peak in peaks.values()]
+    low, high = min(*intensities, *ridges) / 3, max(*intensities, *ridges) * 3
+    for at, (dtype, peak) in enumerate(sorted(peaks.items(), key=lambda item: -item[1])[:4]):
         ridge = peak / bandwidth
-        low, high = min(min(intensities), ridge) / 3, max(max(intensities), ridge) * 3
         text = hover(f"{dtype}: {amount(peak, 'FLOP/s')} measured", f"copy {amount(bandwidth, 'B/s')} measured")
         lines.append(
             go.Scatter(

@@ -1,0 +1,76 @@
+"""Pictures of the main pages of a dashboard that is running, for the documentation.
+
+python -m dashboard.screenshots http://127.0.0.1:8501 docs/screenshots
+
+Needs Playwright and a chromium. Pictures of made-up records (``pairbench history generate``) show them as such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from PIL import Image
+
+#: Name → page, width, height, colour scheme.
+SHOTS: Final = {
+    "overview": ("", 1280, 860, "light"),
+    "technique": ("technique", 1280, 860, "light"),
+    "history": ("history", 1280, 860, "light"),
+    "regressions": ("regressions", 1280, 720, "dark"),
+    "compare": ("compare", 1280, 860, "light"),
+    "phone": ("", 390, 844, "dark"),
+}
+ARGUMENTS: Final = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+                    "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
+COLOURS: Final = 96
+DRAWN: Final = '!document.querySelector(\'[data-testid="stStatusWidget"], [data-testid="stSkeleton"]\')'
+
+
+def take(browser: Any, address: str, page: str, width: int, height: int, scheme: str, target: Path) -> None:
+    """One picture, after the page is drawn."""
+    context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    opened = context.new_page()
+    opened.goto(f"{address}/{page}")
+    opened.wait_for_selector("h1", timeout=60_000)
+    opened.wait_for_function(DRAWN, timeout=60_000)
+    opened.wait_for_timeout(1500)  # figures and tables draw themselves after the page says that it is done
+    picture = Image.open(io.BytesIO(opened.screenshot())).convert("RGB")
+    picture.quantize(COLOURS).save(target, optimize=True)  # a documentation's picture, not a photograph
+    context.close()
+
+
+def main() -> int:
+    """Takes all of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("address", help="where the dashboard is")
+    parser.add_argument("folder", type=Path, help="where the pictures go; those of the same names are replaced")
+    parser.add_argument("--query", action="append", default=[], metavar="PAGE?NAME=VALUE", help="filters of a page")
+    asked = parser.parse_args()
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        print("Playwright is not installed: pip install playwright", file=sys.stderr)
+        return 2
+    if chromium is None:
+        print("no chromium here: apt-get install chromium", file=sys.stderr)
+        return 2
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    queries = {word.partition("?")[0]: word for word in asked.query}
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=ARGUMENTS)
+        for name, (page, width, height, scheme) in SHOTS.items():
+            target = asked.folder / f"{name}.png"
+            take(browser, asked.address.rstrip("/"), queries.get(name, page), width, height, scheme, target)
+            print(target)
+        browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
