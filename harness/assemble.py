@@ -13,6 +13,7 @@ from harness import stats
 from harness.devices import Found
 from harness.discover import Technique
 from harness.limits import floor
+from harness.link_curve import Curves
 from harness.machine_store import Ceilings
 from harness.metric_names import METRICS
 from harness.metrics import BUS_FACTORS, Claimed, algbw, busbw, implausible, mbu, mfu
@@ -34,6 +35,7 @@ class Facts:
     provenance: Mapping[str, Any]
     found: Found | None = None
     ceilings: Ceilings | None = None
+    curves: Curves = field(default_factory=dict)
     slo: Slo | None = None
     gpu_hour_price: float | None = None
     works: dict[str, Work] = field(default_factory=dict)
@@ -117,9 +119,15 @@ def _record(facts: Facts, item: Item, workload: Workload, event: Mapping[str, An
 
 
 def reproduce(technique: Technique, workload: Workload) -> str:
-    """The command that measures this workload again; a user's own shape is spelled out."""
+    """The command that measures this workload again; a user's own shape and files are spelled out.
+
+    Files are given by their names: where they lie is the business of whoever runs the command.
+    """
     name, _, changed = workload.name.partition("[")
-    settings = [f"--set {pair}" for pair in changed.rstrip("]").split(",") if pair]
+    files = ("model", "trace")
+    pairs = [pair.partition("=") for pair in changed.rstrip("]").split(",") if pair]
+    settings = [f"--set {key}={value}" for key, _, value in pairs if key not in files]
+    settings += [f"--{key} {workload.dims[key]}" for key in files if key in workload.digests]
     return " ".join(["pairbench run", technique.name, f"--workload {name}", *settings])
 
 
@@ -181,7 +189,8 @@ def _add_rates(record: dict[str, Any], work: Work, facts: Facts, latency: stats.
         figure = mbu(work.bytes / ranks, seconds, facts.found)
         _put(metrics, missing, "mbu", figure.value, figure.reason)
     share = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks)
-    least = floor(share, record["compute_dtype"], facts.ceilings, facts.found)
+    curve = facts.curves.get((work.collective, ranks))
+    least = floor(share, record["compute_dtype"], facts.ceilings, facts.found, curve)
     record["floor"] = least.as_record(seconds)
     _put(metrics, missing, "floor_share", least.share(seconds), "no ceiling of this machine is known")
     return claimed

@@ -25,6 +25,8 @@ from impls.model.tokenizer import load_tokenizer
 from impls.model.weights import load_model, open_source
 
 REAL = "smollm2-135m-instruct"
+#: Configurations of the models that this process was given a path to, by the name that a workload has for them.
+_CONFIGS: dict[str, ModelConfig] = {}
 
 
 def model_path(workload: Workload, ctx: Context) -> Path | None:
@@ -57,6 +59,8 @@ def model_for(workload: Workload, ctx: Context, dtype: torch.dtype | None = None
         ModelError: weights that are missing or unfit; names the file and the tensor.
     """
     path = model_path(workload, ctx)
+    if path is not None:
+        _CONFIGS[str(workload.model)] = open_source(path).config
     shape = "tiny" if path is not None else str(workload.model)
     return _load(path, shape, dtype or ctx.dtype, ctx.device)
 
@@ -67,10 +71,16 @@ def _load(path: Path | None, shape: str, dtype: torch.dtype, device: torch.devic
 
 
 def config_for(workload: Workload, path: str | Path | None = None) -> ModelConfig:
-    """Dimensions of the workload's model without its weights: what `work` counts with."""
-    if path is None and workload.dims.get("model") == REAL:
-        return named_shape("smollm2-135m")
-    return open_source(path).config if path is not None else named_shape(str(workload.model))
+    """Dimensions of the workload's model without its weights: what `work` counts with.
+
+    A model that the user brought is known by its file's name alone, once `model_for` or this function saw its path.
+    """
+    name = str(workload.model)
+    if path is not None:
+        _CONFIGS[name] = open_source(path).config
+    if name in _CONFIGS:
+        return _CONFIGS[name]
+    return named_shape("smollm2-135m" if name == REAL else name)
 
 
 def prompts_for(workload: Workload, ctx: Context, rows: int, length: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,8 +166,9 @@ def test_a_generated_technique_runs_and_passes(tmp_path: Path) -> None:
     for room in ("impls", "suites"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").write_text('"""A room."""\n')
+    shutil.copy(ROOT / "suites" / "pair_suite.py", tmp_path / "suites")
     for room in ("harness", "kernels"):
-        (tmp_path / room).symlink_to(ROOT / room)
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     made = _pairbench(tmp_path, "new", "my_idea", "--family", "mine")
     assert made.returncode == 0, made.stderr
     assert _pairbench(tmp_path, "new", "my_idea", "--family", "mine").returncode == 2
@@ -176,6 +178,43 @@ def test_a_generated_technique_runs_and_passes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     status = {r["variant"]: r["status"] for r in json.loads(done.stdout)}
     assert status == {"baseline": "passed", "optimized": "passed", "torch_compile": "skipped"}
+
+
+def test_a_model_of_the_users_own_is_measured_and_named_without_its_path(tmp_path: Path) -> None:
+    import torch
+
+    pytest.importorskip("safetensors")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path / "somewhere" / "my-llama"
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    _write_tokenizer(folder)
+    args = ("run", "kv_cache", "--workload", "tiny", "--model", str(folder), "--samples", "3", "--no-store", "--json")
+    done = _pairbench(tmp_path, *args)
+    records = {r["variant"]: r for r in json.loads(done.stdout)}
+    assert records["optimized"]["status"] in ("passed", "unsettled"), done.stderr
+    assert records["optimized"]["dims"]["model"] == "my-llama"
+    assert records["optimized"]["reproduce"] == "pairbench run kv_cache --workload tiny --model my-llama"
+    assert "somewhere" not in json.dumps(records)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 96 ids, as an HF folder holds it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {chr(33 + i): i for i in range(94)} | {"Ġ": 94, "Ċ": 95}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
 
 
 @pytest.mark.slow
