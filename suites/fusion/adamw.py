@@ -4,7 +4,7 @@ from typing import Any
 
 from suites.pair_suite import PairSuite
 
-_SMOKE: dict[str, Any] = {"tier": "smoke", "layers": 2, "width": 64, "inner": 96, "kv": 16, "vocabulary": 101}
+_SMOKE: dict[str, Any] = {"tier": "smoke", "layers": 1, "width": 32, "inner": 72, "kv": 8, "vocabulary": 101}
 _BILLION: dict[str, Any] = {"layers": 16, "width": 2048, "inner": 8192, "kv": 512, "vocabulary": 32000}
 _SMALL: dict[str, Any] = {"layers": 300, "width": 64, "inner": 128, "kv": 16, "vocabulary": 1000}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from suites.pair_suite import PairSuite
 
-_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 64, "inner": 1536, "form": "tanh"}
+_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 16, "inner": 1536, "form": "tanh"}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 16384, "inner": 16384}
 
 WORKLOADS = [

@@ -4,7 +4,7 @@ from typing import Any
 
 from suites.pair_suite import PairSuite
 
-_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 64, "width": 576, "p": 0.1}
+_SMOKE: dict[str, Any] = {"tier": "smoke", "dtype": "float32", "rows": 24, "width": 576, "p": 0.1}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 32768, "width": 4096, "p": 0.1}
 
 WORKLOADS = [

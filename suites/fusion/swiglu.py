@@ -4,7 +4,7 @@ from typing import Any
 
 from suites.pair_suite import PairSuite
 
-_SMOKE: dict[str, Any] = {"tier": "smoke", "scope": "gate", "rows": 64, "inner": 1536, "width": 576}
+_SMOKE: dict[str, Any] = {"tier": "smoke", "scope": "gate", "rows": 16, "inner": 1536, "width": 576}
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "rows": 16384, "inner": 14336, "width": 4096}
 
 WORKLOADS = [

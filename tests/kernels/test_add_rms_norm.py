@@ -48,8 +48,8 @@ def test_equals_float64_with_every_gradient(shape, dtype, assert_near):
 
 @pytest.mark.parametrize("columns", [8192, MAX_COLUMNS])
 def test_longest_rows(columns, assert_near):
-    x, residual, weight = draw(4, columns), draw(4, columns, seed=1), draw(columns, seed=2)
-    grads = [draw(4, columns, seed=3), draw(4, columns, seed=4)]
+    x, residual, weight = draw(2, columns), draw(2, columns, seed=1), draw(columns, seed=2)
+    grads = [draw(2, columns, seed=3), draw(2, columns, seed=4)]
     outputs, got = gradients(lambda *t: add_rms_norm(*t, EPS), [x, residual, weight], grads)
     oracle, want = gradients(plain, [t.double() for t in (x, residual, weight)], [g.double() for g in grads])
     for actual, expected in zip((*outputs, *got), (*oracle, *want), strict=True):
