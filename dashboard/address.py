@@ -37,6 +37,16 @@ def put(name: str, value: str | Sequence[str] | None) -> None:
         del st.query_params[name]
 
 
+def put_both(first: str, one: str | None, last: str, other: str | None) -> None:
+    """Write two parameters at once, so that the browser's way back is one step."""
+    found: dict[str, Any] = everything()
+    for name, value in ((first, one), (last, other)):
+        found.pop(name, None)
+        if value:
+            found[name] = value
+    st.query_params.from_dict(found)
+
+
 def remember(page: str) -> None:
     """Keep how a page was left, for the way back."""
     st.session_state.setdefault(MEMORY, {})[page] = {name: get_all(name) for name in st.query_params}
@@ -171,8 +181,7 @@ def span(
         if isinstance(value, str):  # one end only, from a client that knows no stretch
             return
         left, right = value
-        put(first, None if left == options[start] else left)
-        put(last, None if right == options[-1] else right)
+        put_both(first, None if left == options[start] else left, last, None if right == options[-1] else right)
 
     st.select_slider(label, options, key=key, on_change=moved)
     return places[0], places[1]

@@ -56,8 +56,9 @@ roof is what is left to gain.
 A point is a commit, the median of its runs; the bar is the 95 % interval. Lines are broken where nothing was measured.
 Hollow points are of dirty trees, of other branches or of merged side branches, and are not judged. Triangles mark
 changes that the detector found (down: regressed, up: improved, star: accepted with a reason). Dotted lines mark a new
-torch, Triton, driver or machine. Drag over the chart, or move the slider, to look at a stretch of commits; it stays in
-the address. Select a point to see its commit and the command that measures it again.
+torch, Triton, driver or machine. Move the slider to look at a stretch of commits, or choose *Box Select* above the
+chart and drag over it; the stretch stays in the address. Click a point to see its commit and the command that measures
+it again.
 """,
     "regressions": """
 A verdict needs magnitude and separation, by the metric's own direction. The change is new over old with its 95 %

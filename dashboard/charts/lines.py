@@ -73,10 +73,11 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
     title = METRICS[lines[0].metric].title if lines else ""
     unit = "relative to its start" if normalised else _unit(lines)
     ticks = list(range(first, last + 1, max(1, (last - first + 1) // 8)))
-    fig.update_layout(**layout(height=480, dragmode="select", selectdirection="h"))
+    # Streamlit reports clicks on points only where a drag does not select; a finger on a phone scrolls the page.
+    fig.update_layout(**layout(height=480, dragmode=False, selectdirection="h"))
     fig.update_xaxes(
         title="commits, oldest first", range=[first - 0.7, last + 0.7], tickvals=ticks,
-        ticktext=[esc(short(commits[n]["commit"])[:7]) for n in ticks], showgrid=False,
+        ticktext=[esc(short(commits[n]["commit"])[:7]) for n in ticks], showgrid=False, fixedrange=True,
     )  # fmt: skip
     fig.update_yaxes(title=f"{esc(title)}, {esc(unit)} ({better} is better)", automargin=True,
                      exponentformat="SI")  # fmt: skip

@@ -143,8 +143,7 @@ def _zoom(event: Any, options: list[str]) -> None:
     ends = sorted(float(x) for x in boxes[0]["x"])
     first, last = max(0, round(ends[0])), min(len(options) - 1, round(ends[-1]))
     if last > first and parts.newly("history box", (first, last, len(options))):
-        address.put("from", options[first])
-        address.put("to", options[last] if last < len(options) - 1 else None)
+        address.put_both("from", options[first], "to", options[last] if last < len(options) - 1 else None)
         st.rerun()
 
 

@@ -190,6 +190,54 @@ def test_an_address_shows_another_person_the_same(watched: Watched, address: str
     assert watched.faults == []
 
 
+def test_a_point_gives_its_command_and_a_stretch_that_is_drawn_stands_in_the_address(
+    watched: Watched, address: str
+) -> None:
+    page = watched.page
+    page.goto(f"{address}/history?technique=add_rms_norm&gpu=h200&variant=optimized")
+    watched.settle("History")
+    plot = page.locator(".js-plotly-plot").first
+    plot.locator(".point").first.wait_for(timeout=WAIT_MS)
+    page.wait_for_timeout(4000)  # until the verdicts are in, after which the page draws itself once more
+    plot.scroll_into_view_if_needed()
+    _click_point(watched, 3)
+    page.get_by_text("at 030303030303").wait_for(timeout=WAIT_MS)
+    assert page.get_by_test_id("stCode").filter(has_text="pairbench run add_rms_norm").count() >= 1
+    page.mouse.move(*_point(watched, 6))
+    page.locator('[data-title="Box Select"]').first.click()
+    left, right = _point(watched, 5), _point(watched, 12)
+    page.mouse.move(left[0] - 10, left[1] - 30)
+    page.mouse.down()
+    page.mouse.move(right[0] - 30, right[1] + 10, steps=4)
+    page.mouse.move(right[0] + 10, right[1] + 30, steps=4)
+    page.mouse.up()
+    page.wait_for_url("**from=050505050505&to=121212121212", timeout=WAIT_MS)
+    page.go_back()
+    page.wait_for_function("!location.search.includes('from')", timeout=WAIT_MS)
+    assert watched.faults == []
+
+
+def _point(watched: Watched, number: int) -> list[float]:
+    """Where the point of a number stands on the screen."""
+    found: list[float] = watched.page.locator(".js-plotly-plot").first.evaluate(
+        """(plot, number) => {
+            const trace = plot._fullData.find(trace => trace.mode == 'lines+markers'), layout = plot._fullLayout;
+            const box = plot.getBoundingClientRect(), at = trace.x.indexOf(number);
+            return [box.x + layout.xaxis._offset + layout.xaxis.d2p(trace.x[at]),
+                    box.y + layout.yaxis._offset + layout.yaxis.d2p(trace.y[at])];
+        }""",
+        number,
+    )
+    return found
+
+
+def _click_point(watched: Watched, number: int) -> None:
+    place = _point(watched, number)
+    watched.page.mouse.move(*place)
+    watched.page.wait_for_timeout(300)
+    watched.page.mouse.click(*place)
+
+
 def test_help_and_glossary_are_a_key_press_away(watched: Watched, address: str) -> None:
     page = watched.page
     page.goto(f"{address}/serving")
