@@ -5,16 +5,19 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.assemble import Facts
+from harness.ceilings import machine_key
 from harness.devices import Found, lookup
-from harness.errors import UsageError
+from harness.errors import StoreError, UsageError
 from harness.history.store import Store, default_store
 from harness.launch import launch
+from harness.link_curve import LEAST_POINTS
+from harness.link_store import LinkKey, keep_curves, load_curves
 from harness.machine import Machine
 from harness.metric_names import METRICS
 from harness.plan import Item, Request, make_plan
@@ -114,7 +117,7 @@ class Session:
             facts.ceilings = machine.ceilings
             if before is not None:
                 sink.append({**facts.header("sentinel"), "when": "start", **before})
-            settings = self._settings()
+            settings = replace(self._settings(), learn=self._curves(facts))
             runner: Runner | PeerRunner = (
                 Runner(facts, sink, settings)
                 if options.peer is None
@@ -130,8 +133,10 @@ class Session:
                     result.exit_code = 3
         finally:
             self.reporter.end()
-            sink.close()
+            refused = _close(sink)
         self._summary(result, time.monotonic() - started)
+        if refused is not None:
+            raise refused
         return result
 
     @property
@@ -164,6 +169,31 @@ class Session:
             if item not in fitting:
                 self.reporter.note(f"{item.technique.name} runs on {item.ranks} rank: not measured in this world")
         return fitting
+
+    def _curves(self, facts: Facts) -> Callable[[list[dict[str, Any]]], None]:
+        """Gives the run the kept curves of this machine's link; what is returned adds those that the run measures.
+
+        Ranks that share a GPU have no link: their curves are neither kept nor used.
+        """
+        if not (self.options.timing and self.leads) or self.options.share_gpus:
+            return lambda records: None
+        hosts = 1 if self.world is None else -(-self.world.place.world // self.world.place.local_world)
+        key = LinkKey(machine_key(facts.provenance), hosts)
+        kept, problems = load_curves(key)
+        for problem in problems:
+            self.reporter.warn(problem)
+        facts.curves = {which: found.curve for which, found in kept.items()}
+
+        def learn(records: list[dict[str, Any]]) -> None:
+            curves, short = keep_curves(key, records, facts.run)
+            facts.curves = {**facts.curves, **curves}
+            for (op, ranks), curve in curves.items():
+                self.reporter.note(f"link: kept the curve of {op} on {ranks} ranks, {len(curve.points)} sizes")
+            if short:
+                few = f"link: fewer than {LEAST_POINTS} settled sizes, so no curve, of {', '.join(short)}"
+                self.reporter.note(few)
+
+        return learn
 
     def _look_at_traces(self, items: Sequence[Item]) -> None:
         """Says what a trace file holds and how many of its rows were refused, before anything is measured."""
@@ -237,6 +267,15 @@ class Session:
             )
         if self.options.csv is not None:
             write_csv(self.options.csv, result.records)
+
+
+def _close(sink: Any) -> StoreError | None:
+    """Closes the store's file; what it refused is told after the figures were printed, not instead of them."""
+    try:
+        sink.close()
+    except StoreError as err:
+        return err
+    return None
 
 
 def with_real_digests(items: list[Item], request: Request) -> list[Item]:

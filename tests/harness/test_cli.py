@@ -276,3 +276,25 @@ def test_a_dead_rank_in_a_joined_world_costs_one_record_and_the_world_goes_on(tm
     assert status.pop("dies") == "error", done.stderr
     assert set(status) == {"baseline", "optimized", "hangs"}
     assert set(status.values()) <= {"passed", "unsettled"}
+
+
+def test_a_disk_that_fills_up_loses_no_record_and_says_where_they_are(tmp_path: Path) -> None:
+    small = Path("/dev/shm") / f"pairbench-test-{os.getpid()}"
+    if shutil.which("mount") is None or os.geteuid() != 0:
+        pytest.skip("only root can mount a small file system")
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(small)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode != 0:
+        small.rmdir()
+        pytest.skip("no file system can be mounted here")
+    try:
+        done = _pairbench(tmp_path, "run", "toy_serve", "--store", str(small), "--samples", "3", TMPDIR=str(tmp_path))
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+        small.rmdir()
+    assert done.returncode == 2, done.stderr
+    assert "toy_serve" in done.stdout  # the figures are printed all the same
+    kept = [json.loads(x) for p in tmp_path.rglob("*-spilled.jsonl") for x in p.read_text().splitlines()]
+    assert "spilled" in done.stderr
+    assert [k["variant"] for k in kept if k["type"] == "measurement"][-1] == "loses"
