@@ -1,7 +1,9 @@
 """The floor of a workload: its work over each ceiling. The largest term is the floor and names the limit.
 
 A term is divided by what this machine reached (:mod:`harness.machine_store`) where that was measured, else by the
-datasheet. The floor is a bound, not a model: real kernels overlap terms at best, they never beat the largest.
+datasheet. A link has no single rate: where messages of many sizes were measured, their curve gives the time of the
+work's messages (:mod:`harness.link_curve`). The floor is a bound, not a model: real kernels overlap terms at best, they
+never beat the largest.
 Imports no torch.
 """
 
@@ -13,11 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from harness.devices import Device, Found, canonical_dtype, peak_flops
+from harness.link_curve import LinkCurve
 from harness.machine_store import Ceilings
 
 
 class WorkLike(Protocol):
-    """The part of :class:`harness.pair.Work` that a floor needs: FLOPs, bytes, bytes and a count."""
+    """The part of :class:`harness.pair.Work` that a floor needs: FLOPs, bytes, bytes and two counts."""
 
     @property
     def flops(self) -> float: ...
@@ -27,6 +30,9 @@ class WorkLike(Protocol):
 
     @property
     def link_bytes(self) -> float: ...
+
+    @property
+    def messages(self) -> int: ...
 
     @property
     def launches(self) -> int: ...
@@ -39,7 +45,8 @@ class Floor:
     seconds: the largest known term; None where no term is known.
     limit: the term that is largest: ``compute``, ``memory``, ``link`` or ``launch``; None where a term that the work
         has is unknown, since that one might be larger (launch excepted: it is only known by measuring).
-    terms: seconds by term. source: ``measured`` or ``datasheet`` by term. missing: why a term is not known.
+    terms: seconds by term. source: ``measured``, ``measured curve`` or ``datasheet`` by term. missing: why a term is
+        not known.
     """
 
     seconds: float | None
@@ -69,7 +76,13 @@ class Floor:
         return out
 
 
-def floor(work: WorkLike, dtype: str, measured: Ceilings | None = None, device: Device | Found | None = None) -> Floor:
+def floor(
+    work: WorkLike,
+    dtype: str,
+    measured: Ceilings | None = None,
+    device: Device | Found | None = None,
+    curve: LinkCurve | None = None,
+) -> Floor:
     """The floor of ``work`` on one device.
 
     Args:
@@ -77,14 +90,17 @@ def floor(work: WorkLike, dtype: str, measured: Ceilings | None = None, device: 
         dtype: of the arithmetic; it chooses the compute ceiling. ``tf32`` where float32 products may run in it.
         measured: this machine's ceilings; used before the datasheet, term by term.
         device: the row of the device table, if known.
+        curve: of the work's collective on the work's number of ranks, where it was measured; used before any rate.
 
     Raises:
-        ValueError: work that is negative or not finite.
+        ValueError: work that is negative or not finite, or link bytes in less than one message.
     """
     amounts = {"flops": work.flops, "bytes": work.bytes, "link_bytes": work.link_bytes, "launches": work.launches}
     for name, amount in amounts.items():
         if not math.isfinite(amount) or amount < 0:
             raise ValueError(f"work.{name} must be a finite number of at least 0, got {amount!r}")
+    if work.messages < 1:
+        raise ValueError(f"work.messages must be at least 1, got {work.messages!r}")
     row = device.device if isinstance(device, Found) else device
     terms: dict[str, float] = {}
     source: dict[str, str] = {}
@@ -102,8 +118,11 @@ def floor(work: WorkLike, dtype: str, measured: Ceilings | None = None, device: 
     put("compute", work.flops, rate, where, why)
     rate, where = _first(measured.copy if measured else None, row.memory_bandwidth if row else None)
     put("memory", work.bytes, rate, where, "no copy was measured and no datasheet is known")
-    rate, where = _first(measured.link if measured else None, row.link_each_way if row else None)
-    put("link", work.link_bytes, rate, where, "no link was measured and no datasheet is known")
+    if curve is not None and work.link_bytes:
+        terms["link"], source["link"] = curve.carrying(work.link_bytes, work.messages), "measured curve"
+    else:
+        rate, where = _first(measured.link if measured else None, row.link_each_way if row else None)
+        put("link", work.link_bytes, rate, where, "no link was measured and no datasheet is known")
     launch = (measured.launch_graph or measured.launch_eager) if measured else None
     rate = 1 / launch if launch else None
     put("launch", float(work.launches), rate, "measured", "launch cost is known by measuring only")

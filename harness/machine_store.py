@@ -76,14 +76,23 @@ def save_ceilings(ceilings: Ceilings, folder: Path | None = None) -> Path:
     Raises:
         StoreError: the folder cannot be written, or a figure is not finite.
     """
-    target = _folder(ceilings.gpu, folder)
-    stamp = re.sub(r"[^0-9TZ]", "", ceilings.time)
-    path = target / f"{_safe(ceilings.machine)}-{stamp}-{secrets.token_hex(4)}.json"
+    target, what = gpu_folder(ceilings.gpu, folder), f"ceilings of {ceilings.gpu}"
+    return write_new(target, safe_name(ceilings.machine), ceilings.time, ceilings.as_dict(), what)
+
+
+def write_new(target: Path, stem: str, time: str, values: Mapping[str, Any], what: str) -> Path:
+    """Writes ``<stem>-<time>-<digits>.json`` whole or not at all, beside whatever is there.
+
+    Raises:
+        StoreError: the folder cannot be written, or a figure is not finite; says ``what`` is lost.
+    """
+    stamp = re.sub(r"[^0-9TZ]", "", time)
+    path = target / f"{stem}-{stamp}-{secrets.token_hex(4)}.json"
     partial = path.with_suffix(".partial")
     try:
-        text = json.dumps(ceilings.as_dict(), indent=1, allow_nan=False)
+        text = json.dumps(values, indent=1, allow_nan=False)
     except ValueError as err:
-        raise StoreError(f"ceilings of {ceilings.gpu} refused: {err}") from err
+        raise StoreError(f"{what} refused: {err}") from err
     try:
         target.mkdir(parents=True, exist_ok=True)
         with partial.open("w") as file:
@@ -92,7 +101,7 @@ def save_ceilings(ceilings: Ceilings, folder: Path | None = None) -> Path:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as err:
-        raise StoreError(f"ceilings cannot be kept in {target}: {err.strerror}; set PAIRBENCH_DATA") from err
+        raise StoreError(f"{what} cannot be kept in {target}: {err.strerror}; set PAIRBENCH_DATA") from err
     return path
 
 
@@ -103,7 +112,7 @@ def load_ceilings(key: MachineKey, folder: Path | None = None) -> tuple[Ceilings
     """
     problems: list[str] = []
     found: list[Ceilings] = []
-    place = _folder(key.gpu, folder)
+    place = gpu_folder(key.gpu, folder)
     for path in sorted(place.glob("*.json")) if place.is_dir() else []:
         try:
             ceilings = _parse(path.read_text())
@@ -138,9 +147,11 @@ def _parse(text: str) -> Ceilings:
     return Ceilings(**known)
 
 
-def _folder(gpu: str, folder: Path | None) -> Path:
-    return (folder or data_folder() / "machines") / _safe(gpu)
+def gpu_folder(gpu: str, folder: Path | None = None) -> Path:
+    """Where the calibrations of machines with this GPU lie."""
+    return (folder or data_folder() / "machines") / safe_name(gpu)
 
 
-def _safe(name: str) -> str:
+def safe_name(name: str) -> str:
+    """The name, fit for a path."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "unknown"

@@ -54,7 +54,8 @@ class Work:
 
     flops: model FLOPs (causal attention counted as half, recomputation not counted).
     bytes: the least bytes through device memory: each input read once, each output written once.
-    link_bytes: bytes that the busiest rank sends over the link.
+    link_bytes: bytes that the busiest rank sends over the link. messages: the fewest in which they can travel where
+        each waits for the one before; each pays the link's latency. collective: which kind they are, or are mostly.
     launches: kernels that must follow one another even in the best implementation.
     items, unit: what throughput counts (``tokens``, ``rows``, ``requests``).
     reasons: how each figure was counted, by field name.
@@ -66,6 +67,8 @@ class Work:
     launches: int = 1
     items: float = 1.0
     unit: str = "calls"
+    messages: int = 1
+    collective: str = "all_reduce"
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -19,7 +19,8 @@ and ``reason``. The rest are objects:
 ``metrics``  name → ``{"value", "low", "high", "unit", "better"}``; low and high only where an interval is known;
              counts only when ``status`` is ``passed``
 ``missing``  metric name → why it could not be given (an unknown GPU has no MFU)
-``work``     ``flops``, ``bytes``, ``link_bytes``, ``launches``, ``items``, ``unit``, ``reasons``
+``work``     ``flops``, ``bytes``, ``link_bytes``, ``messages``, ``collective``, ``launches``, ``items``, ``unit``,
+             ``reasons``
 ``floor``    ``seconds``, ``limit``, ``terms``, ``source`` (which ceilings), ``share``
 ``costs``    seconds outside the timed spans: ``build_s``, ``compile_s``, ``check_s``, ``memory_s``, ``warmup_s``
 ``predicted``  ``speedup`` by the pair's own count

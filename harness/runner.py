@@ -38,6 +38,7 @@ class Sink(Protocol):
 class Settings:
     """How to run: the device, the tier's time, what to do with records, and how to tell the user.
 
+    learn: gets the records of every technique that is through, before the next one starts.
     share: in a joined world, gives rank 0's text to every supervisor (:meth:`harness.world.Joined.share`).
     """
 
@@ -55,6 +56,7 @@ class Settings:
     note: Callable[[str], None] = lambda text: None
     show: Callable[[list[dict[str, Any]]], None] = lambda records: None
     done: Callable[[int], None] = lambda workloads: None
+    learn: Callable[[list[dict[str, Any]]], None] = lambda records: None
     share: Callable[[str], str] | None = None
     start: Callable[[Job, Callable[[], str | None]], Outcome] = lambda job, poll: launch(job, poll=poll)
 
@@ -122,6 +124,7 @@ class Runner:
                 self.settings.note(f"{name}: starting again without {', '.join(sorted(progress.skip))}")
 
         self.settings.show(self.records[before:])
+        self.settings.learn(self.records[before:])
 
     def _attempt(self, item: Item, left: Sequence[Workload], progress: Progress, share: int) -> Outcome:
         """One worker, from its start to its end."""

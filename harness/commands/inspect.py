@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -126,17 +127,25 @@ def machine(
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """This machine's ceilings: copy, read, matrix products by dtype, launch cost, host link."""
+    """This machine's ceilings: copy, read, matrix products by dtype, launch cost, links.
+
+    The curve of the link between ranks is measured by `pairbench run collectives`, and shown here once it is.
+    """
+    from harness.ceilings import machine_key
+    from harness.link_store import LinkKey, load_curves
     from harness.machine import ceilings_of
     from harness.provenance import provenance
 
     chosen = options.device(device)
     where = provenance(chosen)
     found = ceilings_of(chosen, where, recalibrate=recalibrate)
+    curves, problems = load_curves(LinkKey(machine_key(where)))
+    kept = [curves[which] for which in sorted(curves)]
     if json:
-        options.print_json({"gpu": where["gpu"], "host": where["host"], "ceilings": found.as_dict()})
+        links = [asdict(k) for k in kept]
+        options.print_json({"gpu": where["gpu"], "host": where["host"], "ceilings": found.as_dict(), "links": links})
         return
-    from harness.tables import amount, console, seconds
+    from harness.tables import amount, console, seconds, size
 
     out = console()
     out.print(f"{where['gpu']} on {where['machine']}, measured {found.time}", markup=False)
@@ -146,10 +155,17 @@ def machine(
         out.print(f"  {'product ' + dtype:28s} {amount(rate, 'FLOP/s')}", markup=False)
     for name, value in (("launch, eager", found.launch_eager), ("launch, in a graph", found.launch_graph)):
         out.print(f"  {name:28s} {seconds(value) if value else 'not measured'}", markup=False)
-    for name, value in (("host to device", found.host_to_device), ("device to host", found.device_to_host)):
+    host_link = (("host to device", found.host_to_device), ("device to host", found.device_to_host))
+    for name, value in (*host_link, ("to another GPU, one way", found.link)):
         out.print(f"  {name:28s} {amount(value, 'B/s') if value else 'not measured'}", markup=False)
     for name, why in found.refused.items():
         out.print(f"  refused: {name}: {why}", markup=False)
+    for k in kept:
+        out.print(f"link, {k.curve.collective} on {k.curve.ranks} ranks, measured {k.time} (run {k.run})", markup=False)
+        for payload, took, bus in k.curve.rates():
+            out.print(f"  {size(payload):>10s} {seconds(took):>10s} {amount(bus, 'B/s'):>12s} on the bus", markup=False)
+    for problem in problems:
+        out.print(f"warning: {problem}", markup=False, style="yellow")
 
 
 def doctor(json: Json = False) -> None:

@@ -144,11 +144,15 @@ class Collective:
         return {"out": out.reshape(-1).view(self.form.received), "sums": sums.view(-1, 2)}
 
     def counters(self) -> Mapping[str, float]:
-        """``link_bytes`` of a run on the busiest rank, and ``payload_bytes``, over which algbw is counted."""
+        """``link_bytes`` of a run on the busiest rank, ``payload_bytes``, over which algbw is counted, ``messages``.
+
+        A payload in one message is a point of this machine's curve of the link (:mod:`harness.link_curve`).
+        """
         self.run()
         return {
             "link_bytes": self.link.most(self.link.sent, self.ctx.device),
             "payload_bytes": float(self.workload.payload),
+            "messages": float(len(self.messages)),
         }
 
 
@@ -231,6 +235,8 @@ def work(workload: Workload) -> Work:
     return Work(
         bytes=2.0 * payload * workload.ranks,
         link_bytes=sent.get(workload.op, ring_bytes(workload.ranks, payload)),
+        messages=1,
+        collective=workload.op,
         items=payload,
         unit="B",
         reasons={

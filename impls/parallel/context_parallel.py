@@ -222,12 +222,15 @@ def work(workload: Workload) -> Work:
         flops=shared.train_flops(workload),
         bytes=workload.ranks * shared.weight_traffic(workload),
         link_bytes=link_bytes(workload, "optimized"),
+        messages=3 * (workload.ranks - 1) * workload.layers + 1,
+        collective="send_recv",
         items=workload.batch * workload.seq,
         unit="tokens",
         reasons={
             "flops": "6 a weight and token, attention causal",
             "bytes": "each rank's weights, gradients and moments; no activations",
             "link_bytes": "the ring's keys, values and their gradients, and all weights' gradients",
+            "messages": "N-1 hops a layer of keys and values, forward and backward, and of their gradients; one more",
         },
     )
 

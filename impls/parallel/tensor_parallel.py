@@ -317,12 +317,14 @@ def work(workload: Workload) -> Work:
         flops=shared.train_flops(workload),
         bytes=shared.weight_traffic(workload),
         link_bytes=link_bytes(workload, "optimized"),
+        messages=4 * workload.layers + 2,
         items=workload.batch * workload.seq,
         unit="tokens",
         reasons={
             "flops": "6 a weight and token, attention causal",
             "bytes": "weights, gradients and moments, once over all ranks; no activations",
             "link_bytes": "8U a layer, 4U at the ends, the loss; U = (N-1)/N of one activation",
+            "messages": "an all-reduce after both halves of a layer, forward and backward, and one at each end",
         },
     )
 

@@ -307,12 +307,14 @@ def work(workload: Workload) -> Work:
         flops=2.0 * products * workload.batch + attention,
         bytes=float(size * (read + cached)),
         link_bytes=link_bytes(workload, "baseline"),
+        messages=2 * config.num_layers + 1,
         launches=4 * config.num_layers,
         items=workload.batch,
         unit="tokens",
         reasons={
             "bytes": "every weight of a product once over all ranks, the rows' embeddings, keys and values",
             "link_bytes": "two ring all-reduces of B·D a layer and the logits of the other ranks",
+            "messages": "each of a layer's two sums waits for the one before; the logits",
             "launches": "a layer's two products and two sums must follow one another",
         },
     )
