@@ -1,4 +1,4 @@
-"""The dashboard: ``pairbench dashboard``, or ``streamlit run dashboard/app.py``. A page a file, in ``views``.
+"""The dashboard's script, which ``pairbench dashboard`` serves with telemetry off. A page a file, in ``views``.
 
 ``PAIRBENCH_DASHBOARD_STORE`` names a store and ``PAIRBENCH_DASHBOARD_BRANCH`` a branch; the command sets both.
 """
