@@ -167,10 +167,17 @@ class Joined:
         key = f"pairbench/shared/{self._shares}"
         if self.place.rank == 0:
             self._root.set(key, mine)
+            self._see_off(f"{key}/read")
             return mine
         if not _wait_for(lambda: self._root.check([key]), limit_s):
             raise UsageError(f"rank 0 of the world made by {self.place.source} did not answer within {limit_s:g} s")
-        return str(self._root.get(key).decode())
+        said = str(self._root.get(key).decode())
+        self._root.add(f"{key}/read", 1)
+        return said
+
+    def _see_off(self, key: str) -> None:
+        """Rank 0 may hold the store: it waits until the others have read what they came for, or it could leave first."""
+        _wait_for(lambda: self._root.add(key, 0) >= self.place.world - 1, _JOIN_S)
 
     def told(self) -> Failure | None:
         """The failure that another supervisor has reported for the launch in hand, if any."""
@@ -193,6 +200,11 @@ class Joined:
         if verdict is None and not ended:
             missing = self.place.world - int(store.add("ended", 0))
             verdict = Failure("error", f"{missing} supervisors of the world did not answer", "")
+        left = f"{self.prefix}/left"
+        if self.place.rank == 0:
+            self._see_off(left)
+        else:
+            self._root.add(left, 1)
         self._launches += 1
         return verdict
 
