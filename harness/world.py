@@ -176,7 +176,7 @@ class Joined:
         return said
 
     def _see_off(self, key: str) -> None:
-        """Rank 0 may hold the store: it waits until the others have read what they came for, or it could leave first."""
+        """Rank 0 may hold the store: it waits until the others have read what they came for, before it leaves."""
         _wait_for(lambda: self._root.add(key, 0) >= self.place.world - 1, _JOIN_S)
 
     def told(self) -> Failure | None:
@@ -201,7 +201,7 @@ class Joined:
             missing = self.place.world - int(store.add("ended", 0))
             verdict = Failure("error", f"{missing} supervisors of the world did not answer", "")
         left = f"{self.prefix}/left"
-        if self.place.rank == 0:
+        if self.place.rank == 0 and ended:
             self._see_off(left)
         else:
             self._root.add(left, 1)
