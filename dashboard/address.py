@@ -7,7 +7,7 @@ gives each page back what it had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import streamlit as st
@@ -189,11 +189,6 @@ def span(
 
 def _same(value: str | None) -> str | None:
     return value
-
-
-def chosen(names: Sequence[str] = SHARED) -> Mapping[str, str | None]:
-    """Some parameters as they are."""
-    return {name: get(name) for name in names}
 
 
 def everything() -> dict[str, list[str]]:

@@ -111,11 +111,6 @@ def newest_ceilings(history: History, gpu: str) -> dict[str, Any]:
     return next((dict(line["ceilings"]) for line in lines if line.get("ceilings")), {})
 
 
-def sentinels(history: History, run: str) -> list[dict[str, Any]]:
-    """The sentinel lines of a run."""
-    return history.lines("run = ? AND type = 'sentinel'", [run])
-
-
 def all_runs(history: History) -> list[Row]:
     """The newest runs, see :func:`harness.history.query.runs`, with whether the machine moved in each."""
     rows = query.runs(history, limit=1000)
@@ -128,12 +123,6 @@ def all_runs(history: History) -> list[Row]:
     for row in rows:
         row["moved"] = moved.get(row["run"])
     return rows
-
-
-def not_passed(history: History, run: str) -> list[dict[str, Any]]:
-    """Whole records of a run that did not pass, the worst first."""
-    found = history.lines("run = ? AND type = 'measurement' AND status <> 'passed'", [run])
-    return sorted(found, key=lambda r: query.SEVERITY.index(r["status"]) if r["status"] in query.SEVERITY else 0)
 
 
 def selections(history: History) -> list[str]:

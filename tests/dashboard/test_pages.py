@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from harness.errors import UsageError
+from harness.regress.acknowledge import Acknowledged
 
 Draw = Callable[..., Any]
 Stores = dict[str, Path]
@@ -208,3 +212,38 @@ def test_serving_shows_goodput_between_two_ends_and_moves_with_the_slo(draw: Dra
 def test_a_log_is_shown_as_it_was_written(draw: Draw, stores: Stores, evil: str) -> None:
     page = draw("runs", stores["whole"], run=f"202603{17:02d}T000000Z-h200{16:04d}")
     assert f"Traceback\n{evil}\n".strip() in [code.strip() for code in codes(page)]
+
+
+def test_a_broken_file_of_accepted_changes_is_said_to_be(
+    draw: Draw, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dashboard import source
+
+    def broken(root: Path | None) -> list[Any]:
+        raise UsageError("acknowledged.toml is not TOML: <b>line 1</b>")
+
+    monkeypatch.setattr(source, "find_acknowledged", broken)
+    maker.run(0, "h200", everything=False)
+    source.open_source(str(maker.root)).judge_now()
+    page = draw("regressions", maker.root)
+    assert not page.exception
+    assert "could not be judged" in said(page)
+    assert any("acknowledged.toml is not TOML: <b>" in element.value for element in page.text)
+
+
+def test_an_accepted_change_stays_visible_with_its_reason(
+    draw: Draw, stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evil: str
+) -> None:
+    from dashboard import source
+
+    shutil.copytree(stores["whole"], tmp_path / "copy")
+    entry = Acknowledged((("technique", "add_rms_norm"),), "10" * 20, evil)
+    monkeypatch.setattr(source, "find_acknowledged", lambda root: [entry])
+    source.open_source(str(tmp_path / "copy")).judge_now()
+    page = draw("regressions", tmp_path / "copy", accepted="only", technique="add_rms_norm")
+    rows = page.dataframe[0].value
+    assert rows["verdict"].str.contains("★").all()
+    assert set(rows["accepted"]) == {evil}
+    assert "onerror" not in said(page)
+    hidden = draw("regressions", tmp_path / "copy", accepted="hide", technique="add_rms_norm")
+    assert "No verdict fits" in said(hidden)
