@@ -60,6 +60,9 @@ METRICS: dict[str, Metric] = {
     "exposed_comm": Metric(
         "s", "lower", "Exposed communication", "Step time minus the same step without communication."
     ),
+    "hidden_share": Metric(
+        "1", "higher", "Communication hidden", "Share of the communication's own time that a step does not wait for."
+    ),
     "ttft_p50": Metric("s", "lower", "TTFT, median", "Arrival of a request to its first token.", judged=True),
     "ttft_p90": Metric("s", "lower", "TTFT, p90", "Arrival of a request to its first token."),
     "ttft_p99": Metric("s", "lower", "TTFT, p99", "Arrival of a request to its first token.", judged=True),

@@ -29,7 +29,7 @@ from harness.pair import Claim, Context, Inputs, Pair, Tolerance, Variant, Work
 from harness.workload import Workload
 from impls.parallel.buckets import wide
 from impls.parallel.link import Link
-from impls.parallel.shared import ITEMSIZE, exposure, fenced, own_part, ring_bytes, split_sizes
+from impls.parallel.shared import ITEMSIZE, exposure, fenced, hidden_share, own_part, ring_bytes, split_sizes
 
 
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
@@ -86,9 +86,14 @@ class ProductThenSum:
         self.run()
         sent = self.link.most(self.link.sent, self.ctx.device)
         found = exposure(self.run, self.link.mute, self.link, self.ctx.device)
-        alone = [fenced(self.communicate, self.link, self.ctx.device) for _ in range(5)]
+        alone = statistics.median(fenced(self.communicate, self.link, self.ctx.device) for _ in range(5))
         self.run()
-        return {"link_bytes": sent, **found, "comm_s": statistics.median(alone)}
+        return {
+            "link_bytes": sent,
+            **found,
+            "comm_s": alone,
+            "hidden_share": hidden_share(found["exposed_comm"], alone),
+        }
 
 
 class Chunked(ProductThenSum):
@@ -176,6 +181,7 @@ def work(workload: Workload) -> Work:
             "flops": "two for each multiply and add",
             "bytes": "both operands read once over all ranks, the output written on each",
             "link_bytes": "2 (N-1)/N of the output",
+            "messages": "one: chunks trade latency for overlap",
         },
     )
 

@@ -255,6 +255,11 @@ def exposure(
     return {"step_s": step, "compute_s": compute, "exposed_comm": max(0.0, step - compute)}
 
 
+def hidden_share(exposed: float, alone: float) -> float:
+    """What of communication that takes ``alone`` seconds by itself a step hides, of which it waits for ``exposed``."""
+    return max(0.0, 1 - exposed / alone) if alone > 0 else 0.0
+
+
 def fenced(run: Callable[[], None], link: Link, device: torch.device) -> float:
     """Seconds of the slowest rank for one call, started together and waited for to its end."""
     _fence(device)

@@ -5,9 +5,10 @@ import importlib
 import pytest
 
 from harness.discover import find, workloads_of
+from harness.metrics import BUS_FACTORS
 from harness.workload import parse_workload
 from impls.parallel import collectives, context_parallel, tensor_parallel
-from impls.parallel.shared import own_part, ring_bytes, split_sizes, train_flops
+from impls.parallel.shared import hidden_share, own_part, ring_bytes, split_sizes, train_flops
 
 TECHNIQUES = ("collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap")
 MODEL = {"layers": 3, "width": 64, "ffn": 176, "heads": 8, "kv_heads": 8, "vocab": 256, "batch": 2, "seq": 32}
@@ -42,6 +43,23 @@ def test_the_fast_way_of_tensor_parallelism_sends_less_than_the_plain_one():
     assert tensor_parallel.link_bytes(w, "optimized") < tensor_parallel.link_bytes(w, "baseline") / 2
 
 
+@pytest.mark.parametrize(
+    ("technique", "dims", "messages", "collective"),
+    [
+        ("collectives", {"op": "all_to_all", "payload": 1 << 20, "pieces": 4}, 1, "all_to_all"),
+        ("data_parallel", {}, 1, "all_reduce"),
+        ("tensor_parallel", {}, 4 * 3 + 2, "all_reduce"),
+        ("tp_decode", {"context": 8}, 2 * 3 + 1, "all_reduce"),
+        ("context_parallel", {}, 3 * 7 * 3 + 1, "send_recv"),
+        ("overlap", {"tokens": 8, "inner": 8, "width": 8}, 1, "all_reduce"),
+    ],
+)
+def test_messages_are_those_that_wait_for_one_another(technique, dims, messages, collective):
+    pair = importlib.import_module(f"impls.parallel.{technique}").PAIR
+    work = pair.work(workload(technique, ranks=8, **{**MODEL, **dims}))
+    assert (work.messages, work.collective) == (messages, collective)
+
+
 def test_unknown_variants_have_no_count():
     for module in (tensor_parallel, context_parallel):
         with pytest.raises(ValueError, match="not counted here"):
@@ -53,6 +71,20 @@ def test_flops_are_six_a_weight_and_token_and_causal_attention():
     layer = 4 * 64 * 64 + 3 * 64 * 176
     attention = 3 * 3 * 2 * (2 * 2 * 32 * 32 * 64) / 2
     assert train_flops(w) == 6 * (3 * layer + 64 * 256) * 64 + attention
+
+
+def test_what_is_hidden_is_what_a_step_does_not_wait_for():
+    assert hidden_share(0.25, 1.0) == 0.75
+    assert hidden_share(0.0, 1.0) == 1.0
+    assert hidden_share(2.0, 1.0) == 0.0
+    assert hidden_share(0.0, 0.0) == 0.0
+
+
+def test_data_parallelism_is_measured_on_short_and_on_long_sequences():
+    by_name = {w.name: w for w in workloads_of(find("data_parallel"))}
+    for short, long in (("short", "long"), ("short8", "long8")):
+        assert by_name[long].seq >= 8 * by_name[short].seq
+        assert {**by_name[long].dims, "seq": 0} == {**by_name[short].dims, "seq": 0}
 
 
 def test_parts_differ_by_one_at_most_and_cover_everything():
@@ -79,6 +111,7 @@ def test_every_workload_can_be_counted_and_is_supported_by_some_fast_way(name):
         work = pair.work(w)
         assert work.link_bytes > 0
         assert work.items > 0
+        assert work.collective in BUS_FACTORS
         supports = pair.variant("optimized").supports
         assert supports is None or supports(w) is None
 

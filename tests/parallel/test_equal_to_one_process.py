@@ -178,3 +178,5 @@ def test_exposed_communication_is_measured(two):
         assert found["step_s"] > 0
         assert found["compute_s"] > 0
         assert found["exposed_comm"] == max(0.0, found["step_s"] - found["compute_s"])
+        assert found["comm_s"] > 0
+        assert found["hidden_share"] == max(0.0, 1 - found["exposed_comm"] / found["comm_s"])
