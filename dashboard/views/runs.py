@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,8 +132,7 @@ def _failures(records: Sequence[Mapping[str, Any]]) -> None:
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
     found = record.get("conditions") or {}
-    samples, gpu, host = record.get("samples") or {}, found.get("gpu") or {}, found.get("host") or {}
-    known = {"available", "reason", "throttled", "contended", "why", "host", "gpu", "unfit"}
+    samples, host = record.get("samples") or {}, found.get("host") or {}
     return {
         "technique": record["technique"],
         "workload": record["workload"],
@@ -143,21 +141,32 @@ def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
         "throttled": _said(found, "throttled"),
         "contended": _said(found, "contended"),
         "why": "; ".join(found.get("why") or []) or found.get("reason") or "",
+        "SM clock, MHz": _range(found.get("sm_mhz")),
+        "memory clock, MHz": _range(found.get("memory_mhz")),
+        "temperature, °C": _range(found.get("temperature_c")),
+        "power, W": _range(found.get("power_w")),
+        "power capped": _said(found, "power_capped"),
+        "clock reasons": ", ".join(map(str, found.get("clock_reasons") or [])),
+        "other processes": found.get("other_processes"),
+        "other CPU cores used": host.get("other_cores"),
         "clock": samples.get("clock") or "",
         "cache": samples.get("cache") or "",
         "samples": len(samples.get("values") or []) or None,
-        "settled": _said(samples, "settled"),
-        "other cores": host.get("other_cores"),
-        "GPU": json.dumps(gpu) if gpu else "",
-        "more": json.dumps({k: v for k, v in found.items() if k not in known} or None) if found else "",
+        "settled": "" if samples.get("settled") is None else "● yes" if samples["settled"] else "◇ no",
     }
+
+
+def _range(found: Any) -> str:
+    """What the watch saw, from the least to the most."""
+    if not isinstance(found, Mapping) or not {"min", "max"} <= found.keys():
+        return ""
+    low, high = found["min"], found["max"]
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def _said(found: Mapping[str, Any], name: str) -> str:
     value = found.get(name)
-    return (
-        "" if value is None else "▼ yes" if value and name != "settled" else "● no" if name != "settled" else str(value)
-    )
+    return "" if value is None else "▼ yes" if value else "● no"
 
 
 def _machine(lines: Sequence[Mapping[str, Any]], host: Mapping[str, Any] | None) -> None:

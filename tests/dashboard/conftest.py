@@ -89,6 +89,12 @@ class Maker:
             record["work"] = {"flops": 1e9, "bytes": 1e8, "items": 8, "unit": "rows"}
             record["floor"] = {"seconds": latency / 2, "limit": "memory", "share": 0.5}
             record["costs"] = {"compile_s": 1.5}
+            record["conditions"] = {
+                "available": True, "throttled": False, "contended": False, "why": [],
+                "sm_mhz": {"min": 1755, "max": 1980, "last": 1980},
+                "power_w": {"min": 650.0, "max": 699.0, "last": 690.0},
+                "clock_reasons": ["sw_power_cap"], "power_capped": True, "other_processes": 0,
+            }  # fmt: skip
         return record
 
     def pair(self, common: dict[str, Any], technique: str, slower: float = 1.0, **more: Any) -> list[dict[str, Any]]:

@@ -209,6 +209,18 @@ def test_serving_shows_goodput_between_two_ends_and_moves_with_the_slo(draw: Dra
     assert tables[1]["high"].sum() < tables[0]["high"].sum()
 
 
+def test_a_run_shows_clocks_throttling_sentinel_and_ceilings(draw: Draw, stores: Stores) -> None:
+    page = draw("runs", stores["whole"], run=f"202603{6:02d}T000000Z-h200{5:04d}")
+    tables = [table.value for table in page.dataframe]
+    conditions = next(table for table in tables if "SM clock, MHz" in table)
+    assert set(conditions["SM clock, MHz"]) == {"1755 to 1980"}
+    assert set(conditions["throttled"]) == {"● no"}
+    assert set(conditions["power capped"]) == {"▼ yes"}
+    assert any("▼ moved" in list(table.get("moved", ())) for table in tables)
+    ceilings = next(table for table in tables if "ceiling" in table)
+    assert "4.2 TB/s" in set(ceilings["measured"])
+
+
 def test_a_log_is_shown_as_it_was_written(draw: Draw, stores: Stores, evil: str) -> None:
     page = draw("runs", stores["whole"], run=f"202603{17:02d}T000000Z-h200{16:04d}")
     assert f"Traceback\n{evil}\n".strip() in [code.strip() for code in codes(page)]
