@@ -42,6 +42,21 @@ def shared() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of one million synthetic records, made once for all that need it; ``PAIRBENCH_MILLION_STORE`` names one
+    that was generated before."""
+    from harness.history.generate import Shape, generate
+    from harness.history.store import Store
+
+    ready = os.environ.get("PAIRBENCH_MILLION_STORE")
+    if ready:
+        return Path(ready)
+    root = tmp_path_factory.mktemp("million") / "store"
+    assert generate(Store(root), Shape(records=1_000_000), workers=2).records == 1_000_000
+    return root
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that need GPUs say why they do not run."""
     gpus = _gpus()
