@@ -17,12 +17,15 @@ from typing import Any, Final
 from harness.errors import UsageError
 from harness.history.exchange import Defaults, Foreign, Imported, known_metric, load_json, make_record
 from harness.history.folders import is_hidden
+from harness.history.moments import utc
 from harness.history.store import gpu_folder
 from harness.metric_names import METRICS
 
 SCALE: Final[Mapping[str, float]] = {"s": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 #: asv's own kinds of benchmark, by the start of a method's name, and what they measure.
 KINDS: Final[Mapping[str, str]] = {"time": "latency", "timeraw": "latency", "peakmem": "peak_memory"}
+#: The class that exported benchmarks seem to be of.
+EXPORTED: Final = "Pairbench"
 COLUMNS: Final = (
     "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
     "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
@@ -168,6 +171,9 @@ def _metric_of(name: str, unit: str) -> tuple[str, float, bool] | None:
 
 def _technique(name: str) -> str:
     """The technique of a benchmark: the module of a class that tracks metrics of ours, else the benchmark itself."""
+    exported = name.rpartition(f".{EXPORTED}.track_")[0]
+    if exported:
+        return exported  # whatever dots it holds
     parts = name.split(".")
     if len(parts) >= 3 and parts[-1].startswith("track_") and known_metric(parts[-1]):
         return parts[-3]
@@ -226,7 +232,7 @@ def _results(
     python = "unknown"
     for (technique, name), cells in benchmarks.items():
         lower = METRICS[name].better == "lower"
-        title = f"{technique}.Pairbench.track_{'' if lower else 'inverse_'}{name}"
+        title = f"{technique}.{EXPORTED}.track_{'' if lower else 'inverse_'}{name}"
         workloads, variants = sorted({w for w, _ in cells}), sorted({v for _, v in cells})
         values = [_value(cells.get((w, v)), name, lower) for w in workloads for v in variants]
         first = next(iter(cells.values()))
@@ -235,7 +241,7 @@ def _results(
         started = _milliseconds(first["time"])
         results[title] = [values, params, version, started]
         moment = max(moment, _milliseconds(first.get("commit_date") or first["time"]))
-        python = str((first.get("stack") or {}).get("python", python)).split()[0]
+        python = next(iter(str((first.get("stack") or {}).get("python") or "").split()), python)
         unit = METRICS[name].unit if lower else f"1/({METRICS[name].unit})"
         known = about.setdefault(title, {
             "code": "", "name": title, "param_names": ["workload", "variant"], "params": [[], []], "timeout": 60.0,
@@ -269,7 +275,9 @@ def _value(record: Mapping[str, Any] | None, name: str, lower: bool) -> float | 
 
 
 def _milliseconds(text: str) -> int:
-    return int(datetime.fromisoformat(text).timestamp() * 1000)
+    """A moment as asv writes it; 0 for a text that is none, which ``pairbench history verify`` lists."""
+    moment = utc(text)
+    return 0 if moment is None else int(datetime.fromisoformat(moment).timestamp() * 1000)
 
 
 def _create(path: Path, data: Any, written: list[Path], again: bool = False) -> None:

@@ -6,11 +6,13 @@ import csv
 import math
 import re
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Final
 
 from harness.errors import UsageError
 from harness.history.exchange import Defaults, Foreign, Imported, make_record
+from harness.history.moments import utc
 from harness.metric_names import METRICS
 from harness.record import STATUSES
 
@@ -35,19 +37,25 @@ def read_csv(path: Path, defaults: Defaults) -> Imported:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            rows = list(reader)
-            header = [name.strip() for name in reader.fieldnames or []]
+            reader = csv.reader(file, strict=True)
+            header = [name.strip() for name in next(reader, [])]
+            rows = [(reader.line_num, cells) for cells in reader if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as err:
         raise UsageError(f"{path} cannot be read as CSV: {err}") from err
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise UsageError(f"{path}: several columns are called {', '.join(map(repr, twice))}")
     title = next((name for name in ("technique", "benchmark", "name") if name in header), None)
     metrics = {name: found for name in header if (found := _metric_column(name, path)) is not None}
     if title is None or not metrics:
         seen = ", ".join(header) or "nothing"
         raise UsageError(f"{path}: expected a column 'technique' and a metric such as 'latency [s]'; found {seen}")
     done = Imported()
-    for number, raw in enumerate(rows, 2):
-        row = {str(key).strip(): (value or "").strip() for key, value in raw.items() if isinstance(value, str)}
+    for number, cells in rows:
+        if len(cells) != len(header):
+            done.skip(f"{path.name}:{number}", f"{len(cells)} cells under {len(header)} column names")
+            continue
+        row = {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
         _read_row(row, number, title, metrics, path, defaults, done)
     return done
 
@@ -90,7 +98,15 @@ def _read_row(
     if status not in STATUSES:
         done.skip(where, f"status {status!r} is none of {', '.join(STATUSES)}")
         return
-    ranks = row.get("ranks") or "1"
+    ranks = _number(row.get("ranks") or "1")
+    if isinstance(ranks, str) or ranks < 1 or ranks != int(ranks):
+        done.skip(where, f"ranks is {row['ranks']!r}, not a number of processes")
+        return
+    # Without a time, rows stand in the order of the file, from the epoch on, so that no date is pretended.
+    time = utc(row["time"]) if row.get("time") else utc(datetime.fromtimestamp(number, UTC))
+    if time is None:
+        done.skip(where, f"time is {row['time']!r}, not ISO 8601")
+        return
     taken = {*PLAIN, title, *metrics}
     dims = {
         key: _number(text)
@@ -108,13 +124,13 @@ def _read_row(
         status=status,
         reason=row.get("reason") or None,
         family=row.get("family") or "imported",
-        ranks=int(ranks) if ranks.isdigit() and int(ranks) > 0 else 1,
+        ranks=int(ranks),
     )
     context = {
         "commit": row.get("commit") or defaults.commit,
         "branch": row.get("branch") or defaults.branch,
         "dirty": row.get("dirty", "").lower() not in FALSE,
-        "time": row.get("time") or "1970-01-01T00:00:00Z",
+        "time": time,
         "gpu": row.get("gpu") or defaults.gpu or "unknown",
         "machine": row.get("machine") or defaults.machine or "unknown",
     }

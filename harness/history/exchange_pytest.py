@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.errors import UsageError
 from harness.history.exchange import Defaults, Foreign, Imported, load_json, make_record
+from harness.history.moments import utc
 
 
 def read_pytest_benchmark(path: Path, defaults: Defaults) -> Imported:
@@ -28,8 +29,8 @@ def read_pytest_benchmark(path: Path, defaults: Defaults) -> Imported:
         "commit": known or defaults.commit,
         "branch": defaults.branch or commit.get("branch"),
         "dirty": commit.get("dirty"),
-        "commit_date": commit.get("time"),
-        "time": str(data.get("datetime") or "1970-01-01T00:00:00+00:00"),
+        "commit_date": utc(commit.get("time")),
+        "time": utc(data.get("datetime")) or "1970-01-01T00:00:00Z",
         "gpu": defaults.gpu or str(cpu.get("brand_raw") or info.get("machine") or "unknown CPU"),
         "machine": defaults.machine or str(info.get("node") or "unknown"),
         "stack": {"python": str(info.get("python_version") or ""), "pytest_benchmark": str(data.get("version") or "")},

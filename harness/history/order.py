@@ -20,6 +20,7 @@ from typing import Final
 
 from harness.errors import StoreError, UsageError, unknown
 from harness.gitfacts import GitUnavailable, find_repository, iso_utc, package_root, run_git
+from harness.history.moments import utc
 
 STANDINGS: Final = ("graph", "elsewhere", "orphan", "declared")
 #: Added to the rank of a commit on the line, so that it comes after every one that is not.
@@ -215,7 +216,8 @@ def _by_date(
 ) -> dict[str, Place]:
     def when(item: Seen) -> tuple[str, str, str]:
         date = known[item.commit][0] if item.commit in known else item.date
-        return (date or item.first, item.first, item.commit)
+        # A declared date may be of any zone.
+        return (utc(date) or item.first, item.first, item.commit)
 
     places = {}
     for rank, item in enumerate(sorted(items.values(), key=when), start):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Final
 
 from harness.errors import UsageError, unknown
@@ -189,17 +189,24 @@ def resolve_series(history: History, text: str) -> SeriesKey:
         condition, values = key.where()
         if history.rows(f"SELECT 1 AS n FROM records WHERE {condition} LIMIT 1", values):
             return key
-    head, _, metric = text.partition(":")
-    if metric and metric not in METRICS:
-        raise unknown("metric", metric, METRICS)
-    keys = [SeriesKey.of(row, metric or "latency") for row in series_list(history)]
-    near = [key for key in keys if key.text == head or key.text.startswith(f"{head.rstrip('/')}/")]
+    keys = [SeriesKey.of(row, "latency") for row in series_list(history)]
+    head, _, metric = text.rpartition(":")
+    if not head or metric not in METRICS:
+        head, metric = text, ""  # imported names hold colons of their own
+    near = [replace(key, metric=metric or key.metric) for key in keys if _begins(key, head)]
+    if not near and ":" in text and not metric:
+        raise unknown("metric", text.rpartition(":")[2], METRICS)
     if not near:
         raise unknown("series", head, {"/".join(key.text.split("/")[:2]) for key in keys})
     if len(near) > 1:
         listed = "".join(f"\n  {key.text}" for key in near[:10])
         raise UsageError(f"{text!r} names {len(near)} series; give one of them in full:{listed}")
     return near[0]
+
+
+def _begins(key: SeriesKey, head: str) -> bool:
+    """Whether a series is of this technique, or its name begins so, part by part."""
+    return key.technique == head or f"{key.text}/".startswith(f"{head.rstrip('/')}/")
 
 
 def series(history: History, key: SeriesKey, since: str | None = None) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, Self
+from urllib.parse import unquote
 
 from harness.errors import UsageError, unknown
 from harness.metric_names import METRICS
@@ -29,8 +30,10 @@ class SeriesKey:
 
     @property
     def text(self) -> str:
-        """The series as one word, for a URL or a command line."""
-        return "/".join("-" if value is None else str(value) for value in asdict(self).values())
+        """The series as one word, for a URL or a command line. Imported names hold anything: a slash within a part is
+        ``%2F``, a percent sign ``%25``, and a part that is nothing but a dash ``%2D``, since a dash says there is none.
+        """
+        return "/".join("-" if value is None else _escaped(str(value)) for value in asdict(self).values())
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -45,8 +48,8 @@ class SeriesKey:
             raise UsageError(f"series {text!r} is not of the form {'/'.join(names)}")
         if parts[9] not in METRICS:
             raise unknown("metric", parts[9], METRICS)
-        technique, variant, workload_id, dtype, gpu = parts[:5]
-        clock, cache = (None if part == "-" else part for part in parts[7:9])
+        technique, variant, workload_id, dtype, gpu = (unquote(part) for part in parts[:5])
+        clock, cache = (None if part == "-" else unquote(part) for part in parts[7:9])
         return cls(technique, variant, workload_id, dtype, gpu, int(parts[5]), int(parts[6]), clock, cache, parts[9])
 
     @classmethod
@@ -58,3 +61,7 @@ class SeriesKey:
         """A condition that holds for the records of the series, and its parameters."""
         values = [getattr(self, name) for name in KEY_COLUMNS]
         return " AND ".join(f'"{name}" IS NOT DISTINCT FROM ?' for name in KEY_COLUMNS), values
+
+
+def _escaped(part: str) -> str:
+    return "%2D" if part == "-" else part.replace("%", "%25").replace("/", "%2F")

@@ -201,12 +201,14 @@ def changed_between(old: Row, new: Row, repository: Repository | None) -> Change
 
 
 def reproduce(point: Row) -> str:
-    """The command that measures a point again, with its commit checked out."""
-    command = point.get("reproduce") or "pairbench run"
+    """The command that measures a point again, with its commit checked out; a comment where there is none, as for what
+    another tool measured."""
+    command = point.get("reproduce")
+    if not command:
+        return "# the record names no command: measure it again with the tool that it came from"
     commit = point.get("commit")
-    return (
-        f"git checkout {commit[:12]} && {command}" if commit and point.get("standing") != "declared" else str(command)
-    )
+    placed = point.get("standing") != "declared"
+    return f"git checkout {commit[:12]} && {command}" if commit and placed else str(command)
 
 
 def as_text(value: Any) -> str:

@@ -101,6 +101,8 @@ def plan(
         raise UsageError(f"--runs {runs}: at least one run a commit")
     key = resolve_series(history, text)
     points = [point for point in series(history, key) if point["judged"] and point["standing"] == "graph"]
+    if not points:
+        raise UsageError(f"no commit of series {key.text} is on {history.branch} of {history.repository.top}")
     workload = history.rows(
         "SELECT workload FROM records WHERE technique = ? AND workload_id = ? LIMIT 1", [key.technique, key.workload_id]
     )[0]["workload"]

@@ -132,15 +132,13 @@ def _check_filters(history: Any, **filters: str | None) -> None:
 
 def _since(history: Any, text: str | None) -> str | None:
     """A recorded commit, or an ISO date."""
-    from datetime import date
-
+    from harness.history.moments import utc
     from harness.history.order import resolve_selection
 
     if text is None:
         return None
-    try:
-        date.fromisoformat(text[:10])
-    except ValueError:
+    moment = utc(text)
+    if moment is None:
         commit = resolve_selection(text, history.repository, history.order.places)
         if commit in history.order.places:
             return commit
@@ -148,8 +146,8 @@ def _since(history: Any, text: str | None) -> str | None:
         if commit in line:  # nothing was recorded there: the next commit that was
             later = [c for c in line[line.index(commit) :] if c in history.order.places]
             return later[0] if later else "9999"
-        raise UsageError(f"--since {text}: commit {commit[:12]} is not on {history.branch}") from None
-    return text
+        raise UsageError(f"--since {text}: commit {commit[:12]} is not on {history.branch}")
+    return moment
 
 
 def compare(

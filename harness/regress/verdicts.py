@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from harness.history.engine import History, Row
 from harness.history.index import cache_folder
+from harness.history.moments import utc
 from harness.history.query import KEY_COLUMNS, SeriesKey
 from harness.metric_names import METRICS
 from harness.regress.acknowledge import Acknowledged
@@ -29,18 +30,11 @@ VERDICTS: Final = ("regressed", "inconclusive", "improved", "unchanged", "too fe
 WINDOW: Final = 250
 #: What a verdict repeats of its last change.
 OF_EVENT: Final = ("ratio", "low", "high", "commit", "previous", "subject", "date", "side", "side_reason", "changed")
-#: What decides how a verdict on the same points reads.
+#: What decides how a verdict on the same records reads.
 CODE: Final = (
-    "attribution",
-    "detect",
-    "drift",
-    "noise",
-    "points",
-    "reference",
-    "rules",
-    "segments",
-    "series",
-    "verdicts",
+    *("attribution.py", "detect.py", "drift.py", "noise.py", "points.py", "reference.py", "report.py", "rules.py"),
+    *("segments.py", "series.py", "verdicts.py", "../metric_names.py", "../stats.py"),
+    *("../history/flat.py", "../history/order.py", "../history/query.py", "../history/series_key.py"),
 )
 
 
@@ -82,9 +76,9 @@ class Verdict:
 class Scope:
     """What is judged: filters (None: all), and two places in the line of commits.
 
-    ``since`` is a recorded commit or an ISO date: older changes are left out of the verdict, though not out of
-    ``events``. ``reference`` is a recorded commit that the end of each series is held against, instead of its own
-    beginning.
+    ``since`` is a recorded commit, or a moment as :func:`harness.history.moments.utc` gives it: older changes are left
+    out of the verdict, though not out of ``events``. ``reference`` is a recorded commit that the end of each series is
+    held against, instead of its own beginning.
     """
 
     technique: str | None = None
@@ -156,7 +150,7 @@ def code_digest() -> str:
     """A digest of the code that judges: verdicts kept by another version are not taken for this one's."""
     digest = hashlib.sha256()
     for name in CODE:
-        digest.update((Path(__file__).parent / f"{name}.py").read_bytes())
+        digest.update((Path(__file__).parent / name).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -190,7 +184,7 @@ def _limit(verdict: Verdict, history: History, since: str | None) -> None:
     if since is None or last is None or verdict.verdict not in ("regressed", "improved"):
         return
     place = history.order.places.get(since)
-    old = last["until_rank"] < place.rank if place is not None else str(last["until_date"]) < since
+    old = last["until_rank"] < place.rank if place is not None else (utc(last["until_date"]) or "") < since
     if old:
         verdict.verdict = "unchanged"
         verdict.body.update(dict.fromkeys(OF_EVENT))

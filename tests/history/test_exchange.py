@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from harness.errors import DamagedStore, UsageError
 from harness.history import cli
 from harness.history.compact import compact
+from harness.history.engine import History
 from harness.history.exchange import Defaults, read_foreign
 from harness.history.exchange_asv import write_asv
 from harness.history.exchange_out import action_benchmark, clean, junit
@@ -212,6 +213,41 @@ def test_a_plain_table_comes_in(app: typer.Typer, tmp_path: Path) -> None:
             read_foreign(file, "csv", Defaults())
 
 
+def test_a_torn_table_loses_its_torn_rows_only_and_names_them(app: typer.Typer, tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    rows = ["norm,2.0,1.5,2026-01-01", "norm,x,1.5,2026-01-01", "norm,1,1.5,yesterday", "norm,1,1.5,,more", "nor"]
+    file.write_text("\n".join(["technique,ranks,latency [ms],time", *rows]))
+    said = imported(app, file, tmp_path / "store")
+    assert [item["what"] for item in said["skipped"]] == [f"t.csv:{line}" for line in (3, 4, 5, 6)]
+    (record,) = Store(tmp_path / "store").read()
+    assert (record["ranks"], record["time"]) == (2, "2026-01-01T00:00:00.000Z")
+    assert verify([Store(tmp_path / "store")]).findings == []
+    for text, words in (('technique,latency\n"nor,1\n', "cannot be read"), ("technique,latency,latency\n", "several")):
+        file.write_text(text)
+        with pytest.raises(UsageError, match=words):
+            read_foreign(file, "csv", Defaults())
+
+
+def test_rows_without_a_time_stand_in_the_order_of_the_file(app: typer.Typer, tmp_path: Path) -> None:
+    names = [f"{(7 * place) % 20:040x}" for place in range(20)]
+    file = tmp_path / "t.csv"
+    file.write_text("technique,commit,latency\n" + "".join(f"norm,{name},{i + 1}\n" for i, name in enumerate(names)))
+    imported(app, file, tmp_path / "store")
+    history = History([Store(tmp_path / "store")], threads=1)
+    history.refresh()
+    assert [place.commit for place in history.order.sort(names)] == names
+
+
+def test_moments_of_other_zones_are_taken_to_utc(tmp_path: Path) -> None:
+    file = tmp_path / "b.json"
+    bench = {"name": "a", "fullname": "a", "group": "g", "params": None, "stats": {"median": 1.0}}
+    commit = {"id": SHA, "time": "2026-01-01T23:00:00-08:00"}
+    rest = {"machine_info": {}, "benchmarks": [bench], "datetime": "2026-01-02T08:00:00.5"}
+    file.write_text(json.dumps({"commit_info": commit, **rest}))
+    (record,) = read_foreign(file, "auto", Defaults()).records
+    assert (record["commit_date"], record["time"]) == ("2026-01-02T07:00:00.000Z", "2026-01-02T08:00:00.500Z")
+
+
 def pair(make_record: Make) -> list[dict[str, Any]]:
     fast = make_record(1, latency=1e-3, commit=SHA, stack={"python": "3.11.7 CPython"})
     fast["metrics"]["speedup"] = metric("speedup", 2.0, 1.9, 2.1)
@@ -245,6 +281,16 @@ def test_asv_reads_what_is_exported_and_so_do_we(make_record: Make, tmp_path: Pa
         write_asv(records, tmp_path / "out")
     with pytest.raises(UsageError, match="clean commits"):
         write_asv([make_record(0, dirty=True)], tmp_path / "none")
+
+
+def test_what_was_imported_with_dots_and_little_else_survives_a_way_through_asv(tmp_path: Path) -> None:
+    file, folder = tmp_path / "b.json", tmp_path / "asv"
+    bench = {"name": "test_x", "fullname": "tests/a.py::test_x", "params": None, "stats": {"median": 1.0}}
+    file.write_text(json.dumps({"machine_info": {}, "commit_info": {"id": SHA}, "benchmarks": [bench]}))
+    (record,) = read_foreign(file, "auto", Defaults()).records
+    write_asv([{**record, "time": "yesterday"}], folder)
+    (back,) = read_foreign(folder, "asv", Defaults()).records
+    assert (back["technique"], back["metrics"]["latency"]["value"]) == ("tests/a.py::test_x", 1.0)
 
 
 def test_the_direction_and_the_unit_are_github_action_benchmarks_own(make_record: Make) -> None:

@@ -20,6 +20,7 @@ from harness.history.order import Place
 from harness.history.query import SeriesKey
 from harness.history.store import Store
 from harness.record import metric
+from harness.regress.verdicts import judge
 
 Make = Callable[..., dict[str, Any]]
 Write = Callable[[Path, str, list[dict[str, Any]]], Path]
@@ -233,6 +234,25 @@ def test_a_series_has_a_name_for_urls(make_record: Make) -> None:
         SeriesKey.parse(key.text + "s")
     with pytest.raises(UsageError, match="unknown filter"):
         query.where({"technik": 1})
+
+
+@pytest.mark.parametrize("name", ["tests/test_a.py::test_b", "50 %2F", "-", "a/b"])
+def test_a_series_of_any_name_has_a_word_and_is_found_by_it(
+    name: str, tmp_path: Path, make_record: Make, write_run: Write
+) -> None:
+    record = make_record(0, technique=name, gpu="EPYC / Zen", variant="-")
+    key = key_of(record, "latency")
+    assert key.text.count("/") == 9
+    assert SeriesKey.parse(key.text) == key
+    write_run(tmp_path, "r", [record])
+    history = History([Store(tmp_path)], threads=1)
+    history.refresh()
+    assert query.resolve_series(history, key.text) == key
+    assert query.resolve_series(history, name) == key
+    assert query.resolve_series(history, f"{name}:speedup").metric == "speedup"
+    with pytest.raises(UsageError, match="unknown metric"):
+        query.resolve_series(history, "t/optimized:sped")
+    assert [str(v.key.technique) for v in judge(history, kept_in=tmp_path / "kept")] == [name]
 
 
 def test_text_from_the_store_is_never_sql(tmp_path: Path, make_record: Make, write_run: Write) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from harness.errors import UsageError
 from harness.history.order import Repository
+from harness.history.store import Store
 from harness.regress import bisect_step, cli_history
 from harness.regress.bisect import BisectFailed, bisect, plan, shown
 
@@ -113,6 +114,15 @@ def test_what_cannot_be_searched_is_said_first(moved: tuple[Any, str]) -> None:
         task = plan(history, "norm/optimized", good=world.commits[13], bad=world.commits[0])
     with pytest.raises(BisectFailed, match="does not come after"):
         bisect(Repository(world.root), task)
+
+
+def test_a_series_of_other_commits_is_named_as_such(world: Any) -> None:
+    world.commit("one")
+    record = world.record("optimized", 1e-3, "r", "9" * 40, technique="tests/a.py::test")
+    with Store(world.store).open_run("h200", "r") as writer:
+        writer.append(record)
+    with pytest.raises(UsageError, match="is on main"):
+        plan(world.history(), "tests/a.py::test")
 
 
 def test_the_command_shows_what_it_would_run_and_runs_it(moved: tuple[Any, str], in_world: Callable[[], None]) -> None:

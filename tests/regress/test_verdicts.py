@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from harness.errors import DamagedStore, UsageError
 from harness.regress import cli_history, confirm
 from harness.regress.acknowledge import Acknowledged, read_acknowledged
+from harness.regress.attribution import reproduce
 from harness.regress.reference import Reference, slow_drift
 from harness.regress.report import Comparison, Event, Report
 from harness.regress.verdicts import Scope, Verdict, judge, judge_within
@@ -98,6 +99,11 @@ def test_several_runs_on_one_commit_are_one_point(world: Any) -> None:
     assert (verdict.verdict, verdict.body["commit"], verdict.body["points"]) == ("regressed", bad, 9)
 
 
+def test_what_names_no_command_is_reproduced_by_no_invented_one() -> None:
+    assert reproduce({"commit": "1" * 40, "standing": "graph", "reproduce": None}).startswith("#")
+    assert reproduce({"commit": "1" * 40, "standing": "graph", "reproduce": "x"}) == f"git checkout {'1' * 12} && x"
+
+
 def test_dirty_orphan_and_side_points_are_no_ones_baseline(world: Any) -> None:
     world.nights(9)
     for _ in range(5):
@@ -151,6 +157,20 @@ def test_since_leaves_older_changes_out_of_the_verdict(world: Any) -> None:
     assert of(judged(world, since=world.commits[10])).verdict == "regressed"
     late = of(judged(world, since=world.commits[12]))
     assert (late.verdict, late.body["commit"], len(late.body["events"])) == ("unchanged", None, 1)
+
+
+@pytest.mark.parametrize(
+    ("since", "code"),
+    [("20260101", 1), ("2026-01-01", 1), ("2026-01-01T01:00+02:00", 1), ("20260102", 0), ("2026-01-01T00:00-02:00", 0)],
+)
+def test_since_takes_any_iso_date_and_zone(
+    world: Any, app: typer.Typer, in_world: Callable[[], None], since: str, code: int
+) -> None:
+    world.nights(10)
+    world.nights(4, optimized=1.1e-3)  # all at 2026-01-01T00:00:00Z
+    in_world()
+    args = ["regressions", "--store", str(world.store), "--fail-on", "regressed", "--since", since]
+    assert CliRunner().invoke(app, args).exit_code == code
 
 
 def test_verdicts_are_kept_until_their_records_change(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
