@@ -89,28 +89,43 @@ def select(history: History, text: str) -> Selection:
     if len(named) == 1 and not any(commit.startswith(text) for commit in commits):
         return Selection(text, {"run": named[0]}, f"run {named[0]}")
     commit = resolve_selection(text, history.repository, commits)
-    if commit not in history.order.places:
-        near = _newest_recorded(history, commit)
-        if near is None:
-            raise UsageError(
-                f"{text!r} is commit {commit[:12]}, of which nothing was recorded; nor of what it builds on"
-            )
-        return Selection(text, {"commit": near}, f"commit {near[:12]}, the newest recorded on {text}")
-    return Selection(text, {"commit": commit}, f"commit {commit[:12]}")
+    clean: set[str] = history.once("clean commits", _clean_commits)
+    if (name := _recorded_as(commit, clean)) is not None:
+        return Selection(text, {"commit": name}, f"commit {name[:12]}")
+    near, recorded = _newest_before(history, commit, clean), commit in history.order.places
+    if near is not None:
+        what = "of a clean tree" if recorded else "recorded"
+        return Selection(text, {"commit": near}, f"commit {near[:12]}, the newest {what} on {text}")
+    if recorded:  # what the other side has is shown as missing here
+        return Selection(text, {"commit": commit}, f"commit {commit[:12]}, measured in dirty trees only")
+    raise UsageError(f"{text!r} is commit {commit[:12]}, of which nothing was recorded; nor of what it builds on")
 
 
 def _run_ids(history: History) -> list[str]:
     return [row["run"] for row in history.rows("SELECT DISTINCT run FROM records")]
 
 
-def _newest_recorded(history: History, commit: str) -> str | None:
-    """The newest recorded commit that another one builds on."""
+def _clean_commits(history: History) -> set[str]:
+    """Commits of which something was measured in a clean tree."""
+    rows = history.rows(
+        'SELECT DISTINCT "commit" AS c FROM records WHERE type = \'measurement\' AND NOT dirty AND "commit" IS NOT NULL'
+    )
+    return {row["c"] for row in rows}
+
+
+def _newest_before(history: History, commit: str, among: set[str]) -> str | None:
+    """The newest of these commits that another one builds on: its own line first, then what was merged into it."""
     if history.repository is None:
         return None
-    for ancestor, _, _ in reversed(history.repository.line(commit)):
-        if ancestor in history.order.places:
-            return ancestor
-    return None
+    own = history.repository.first_parents(commit)
+    line = reversed(history.repository.line(commit))
+    before = [(ancestor, name) for ancestor, _, _ in line if (name := _recorded_as(ancestor, among)) is not None]
+    return next((name for ancestor, name in before if ancestor in own), before[0][1] if before else None)
+
+
+def _recorded_as(commit: str, among: set[str]) -> str | None:
+    """The name by which records know a commit: all of it, or, when they were imported, perhaps its beginning."""
+    return next((commit[:length] for length in range(len(commit), 6, -1) if commit[:length] in among), None)
 
 
 def compare(history: History, a: str, b: str, metrics: Sequence[str] | None = None, **filters: Any) -> Compared:

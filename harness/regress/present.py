@@ -176,10 +176,16 @@ def markdown(verdicts: Sequence[Verdict], everything: bool = False) -> str:
 COMPARISON = ("verdict", "technique", "workload", "variant", "metric", "gpu", "A", "B", "B over A")
 
 
+def with_unit(value: float, unit: str) -> str:
+    """A value as it is shown; a ratio has no unit to show."""
+    return f"{value:.4g}" if unit == "1" else f"{value:.4g} {unit}"
+
+
 def _comparison_rows(done: Compared) -> list[tuple[str, ...]]:
     return [
         (row["verdict"], row["technique"], str(row["workload"]), row["variant"], row["metric"], row["gpu"],
-         f"{row['a']['value']:.4g} {row['unit']} (n={row['a']['n']})", f"{row['b']['value']:.4g} (n={row['b']['n']})",
+         f"{with_unit(row['a']['value'], row['unit'])} (n={row['a']['n']})",
+         f"{row['b']['value']:.4g} (n={row['b']['n']})",
          change(row, ("ratio", "ratio_low", "ratio_high")))
         for row in done.series
     ]  # fmt: skip

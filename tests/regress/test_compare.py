@@ -86,6 +86,28 @@ def test_a_tag_a_branch_and_what_was_never_measured(world: Any) -> None:
             compare(history, "v1", "main", ["latencies"])
 
 
+def test_a_branch_is_its_own_newest_clean_commit(world: Any) -> None:
+    world.nights(3)
+    own = world.commits[-1]
+    world.git("checkout", "-q", "-b", "side")
+    side = world.commit("side")
+    world.run(side, optimized=2e-3)
+    world.git("checkout", "-q", "main")
+    world.git("merge", "-q", "--no-ff", "-m", "merge", "side")
+    edited = world.commit("edited")
+    world.run(edited, optimized=3e-3, dirty=True)
+    with world.history() as history:
+        assert select(history, "side").filters == {"commit": side}
+        chosen = select(history, "main")
+    assert chosen.filters == {"commit": own}
+    assert chosen.describes == f"commit {own[:12]}, the newest of a clean tree on main"
+    world.git("checkout", "-q", "--orphan", "apart")
+    lone = world.commit("lone")
+    world.run(lone, dirty=True)
+    with world.history("apart") as history:
+        assert select(history, lone).describes == f"commit {lone[:12]}, measured in dirty trees only"
+
+
 def test_two_gpu_types_and_two_stacks(world: Any) -> None:
     world.nights(3)
     world.nights(3, gpu="l40s", optimized=2e-3, stack={"torch": "2.12.0"})
