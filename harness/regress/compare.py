@@ -115,7 +115,7 @@ def _clean_commits(history: History) -> set[str]:
 
 def _newest_before(history: History, commit: str, among: set[str]) -> str | None:
     """The newest of these commits that another one builds on: its own line first, then what was merged into it."""
-    if history.repository is None:
+    if history.repository is None or history.repository.resolve(commit) is None:
         return None
     own = history.repository.first_parents(commit)
     line = reversed(history.repository.line(commit))

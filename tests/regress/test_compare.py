@@ -106,6 +106,9 @@ def test_a_branch_is_its_own_newest_clean_commit(world: Any) -> None:
     world.run(lone, dirty=True)
     with world.history("apart") as history:
         assert select(history, lone).describes == f"commit {lone[:12]}, measured in dirty trees only"
+    world.run("e" * 40, dirty=True)  # of another repository
+    with world.history("apart") as history:
+        assert select(history, "e" * 12).describes == f"commit {'e' * 12}, measured in dirty trees only"
 
 
 def test_two_gpu_types_and_two_stacks(world: Any) -> None:
