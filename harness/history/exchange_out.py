@@ -39,7 +39,7 @@ def action_benchmark(records: Iterable[Mapping[str, Any]], better: str) -> list[
         if record["type"] != "measurement" or record["status"] != "passed":
             continue
         name = f"{record['technique']} {record['workload']} {record['dtype']} {record['variant']} ({record['gpu']})"
-        for key, entry in record["metrics"].items():
+        for key, entry in (record.get("metrics") or {}).items():
             row = METRICS.get(key)
             # A ratio to a previous value of zero has no meaning there: such figures stay out.
             if row is None or not row.judged or row.better != better or not entry["value"]:

@@ -67,7 +67,11 @@ def pytest_benchmark_json(records: Iterable[Mapping[str, Any]]) -> dict[str, Any
     Raises:
         UsageError: no record has a latency.
     """
-    found = [r for r in records if r["type"] == "measurement" and r["status"] == "passed" and "latency" in r["metrics"]]
+    found = [
+        r for r in records
+        if r["type"] == "measurement" and r["status"] == "passed"
+        and (r.get("metrics") or {}).get("latency", {}).get("value", 0) > 0
+    ]  # fmt: skip
     if not found:
         raise UsageError("nothing to export to pytest-benchmark: no record that passed has a latency")
     first = found[0]

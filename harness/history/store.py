@@ -16,6 +16,7 @@ from typing import Any
 
 from harness.errors import DamagedStore, StoreError
 from harness.history.folders import Entry, LocalFolder, RemoteFolder, open_folder
+from harness.history.shape import misshapen
 from harness.history.writer import LocalRun, RemoteRun, RunWriter
 from harness.record import SCHEMA, problems
 
@@ -188,7 +189,10 @@ def parse_line(line: bytes) -> dict[str, Any] | str:
         return f"foreign: schema {schema!r} is not a number"
     if schema > SCHEMA:
         return f"schema {schema} is newer than the {SCHEMA} that this pairbench reads: upgrade pairbench"
-    found = problems(record)
+    try:
+        found = [*problems(record), *misshapen(record)]
+    except RecursionError:
+        return "foreign: JSON nested deeper than any record"
     return f"unfit: {'; '.join(found)}" if found else record
 
 

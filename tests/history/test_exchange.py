@@ -22,6 +22,7 @@ from harness.history.engine import History
 from harness.history.exchange import Defaults, read_foreign
 from harness.history.exchange_asv import write_asv
 from harness.history.exchange_out import action_benchmark, clean, junit
+from harness.history.exchange_pytest import pytest_benchmark_json
 from harness.history.store import Store
 from harness.history.verify import verify
 from harness.record import metric
@@ -303,6 +304,11 @@ def test_the_direction_and_the_unit_are_github_action_benchmarks_own(make_record
     assert action_benchmark([zero], "lower") == []
     with pytest.raises(UsageError, match="--better"):
         action_benchmark([], "faster")
+
+
+def test_a_latency_of_zero_is_no_benchmark(make_record: Make) -> None:
+    with pytest.raises(UsageError, match="nothing to export"):
+        pytest_benchmark_json([make_record(0, latency=0.0)])
 
 
 def test_junit_tells_four_states_apart(make_record: Make) -> None:

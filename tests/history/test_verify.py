@@ -11,6 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from harness.errors import DamagedStore
 from harness.history import cli
 from harness.history.compact import compact
 from harness.history.generate import Shape, generate
@@ -98,6 +99,37 @@ def test_damage_duplicates_and_misplaced_files(
     assert done.exit_code == 1
     found = json.loads(done.output)["findings"]
     assert [item["line"] for item in found if item["kind"] == "torn"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"id": None}, "id is no text"),
+        ({"id": {"a": 1}}, "id is no text"),
+        ({"gpu": None}, "gpu is no text"),
+        ({"technique": 5, "commit": 7}, "technique is no text; commit is no text"),
+        ({"ranks": "x"}, "ranks is no count"),
+        ({"dirty": "no"}, "dirty is neither"),
+        ({"samples": [1]}, "samples is no object"),
+        ({"metrics": {"latency": {"value": True, "better": "lower"}}}, "holds something that is no number"),
+        ({"metrics": {"latency": {"value": 1.0, "low": "x", "high": 2.0, "better": "lower"}}}, "that is no number"),
+        ({"metrics": {"latency": {"value": 1.0, "low": 1.0, "better": "lower"}}}, "interval with one end"),
+    ],
+)
+def test_a_line_of_the_wrong_shape_is_named_and_trips_no_reader(
+    tmp_path: Path, make_record: Make, write_run: Write, app: typer.Typer, changed: dict[str, Any], words: str
+) -> None:
+    write_run(tmp_path, "r1", [make_record(0)])
+    file = tmp_path / "h200" / "r1.jsonl"
+    file.write_text(file.read_text() + json.dumps({**make_record(1), **changed}) + "\n")
+    done = verify([Store(tmp_path)])
+    assert done.records == 1
+    assert [(finding.kind, finding.line) for finding in done.findings] == [("unfit", 2)]
+    assert words in done.findings[0].reason
+    for form in ("csv", "junit", "pytest-benchmark", "github-action-benchmark"):
+        made = CliRunner().invoke(app, ["export", form, "--store", str(tmp_path)])
+        assert isinstance(made.exception, DamagedStore)
+        assert made.stdout
 
 
 def test_synthetic_records_are_kept_out_of_results(tmp_path: Path, app: typer.Typer) -> None:
