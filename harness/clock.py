@@ -27,10 +27,11 @@ class ClockError(PairbenchError):
 
 @dataclass(frozen=True)
 class Tick:
-    """One sample: seconds, and whether the device waited for the host inside the span."""
+    """One sample: seconds, whether the device waited for the host inside the span, and over ranks the skew (s)."""
 
     seconds: float
     host_bound: bool = False
+    skew: float | None = None
 
 
 class Clock(Protocol):

@@ -34,6 +34,17 @@ class Entry:
         self.status, self.reason = status, reason
         self.parts.update(parts)
 
+    def ask(self) -> None:
+        """Keeps what the case tells of its last run; one that is closed after each block is asked before that."""
+        if self.case is None:
+            return
+        if hasattr(self.case, "counters"):
+            self.parts["counters"] = dict(self.case.counters())
+        if hasattr(self.case, "timeline"):
+            self.parts["timeline"] = self.case.timeline()
+        if hasattr(self.case, "choice"):
+            self.parts["tuned"] = self.case.choice()
+
     @property
     def alive(self) -> bool:
         """Whether nothing has gone wrong so far."""

@@ -146,7 +146,7 @@ class Measurement:
             if entry.name == "baseline" and entry.alive:
                 baseline = result
             if first and entry.alive and self.job.timing:
-                self._guarded(entry, lambda e=entry: self._memory(e, inputs))
+                self._guarded(entry, lambda e=entry, r=result: self._memory(e, inputs, r))
             self._rest(entry)
         if oracle_case is not None and hasattr(oracle_case, "close"):
             oracle_case.close()
@@ -199,14 +199,15 @@ class Measurement:
                 raise UndeclaredChange(f"it overwrites its inputs {sorted(changed)} and does not say so")
         return result
 
-    def _memory(self, entry: Entry, inputs: Inputs) -> None:
+    def _memory(self, entry: Entry, inputs: Inputs, result: Mapping[str, Any]) -> None:
+        """Peaks of one run. The copy of the result that was checked is alive here and is none of the case's own."""
         self.events.begin(self.workload.name, entry.name, "memory")
         started = time.perf_counter()
         case = entry.case
         case.load(inputs)
         if hasattr(case, "release"):
             case.release()
-        found = memory.measure(case.run, self.device, entry.before - module_bytes(inputs))
+        found = memory.measure(case.run, self.device, entry.before + tensor_bytes(result) - module_bytes(inputs))
         peak, absolute, reserved = (self._most(v) for v in (found.peak, found.absolute, found.reserved))
         entry.memory = replace(found, peak=peak, absolute=absolute, reserved=reserved)
         entry.costs["memory_s"] = time.perf_counter() - started
@@ -223,6 +224,8 @@ class Measurement:
         try:
             self._sample(entries, apart=False)
         except torch.OutOfMemoryError:
+            if self.agreement.world > 1:
+                raise  # the other ranks are still inside a round: another way on would leave them waiting
             # Together they do not fit: each then has the memory to itself, in alternating blocks.
             for entry in entries:
                 self._rest(entry)
@@ -297,7 +300,11 @@ class Measurement:
                 first = min(clock.time(entry.case.run).seconds for _ in range(3))
                 clock.clock.inner = int(self.agreement.tell(inner_calls(first)))
 
+        sampled = False
+
         def sample() -> Any:
+            nonlocal sampled
+            sampled = True
             if entry.variant.changes:
                 entry.case.load(inputs)
             self.events.now(entry.name)
@@ -305,6 +312,8 @@ class Measurement:
 
         def leave() -> None:
             if exclusive:
+                if sampled:
+                    entry.ask()
                 self._rest(entry, close=True)
 
         return Lane(entry.name, sample, exclusive, enter, leave)
@@ -323,20 +332,12 @@ class Measurement:
         }
         entry.costs["warmup_s"] = series.warmup_s
         entry.costs["sampling_s"] = span
-        if clock.skews:
-            entry.parts["samples"]["skew"] = clock.skews[-len(series.values) :]
+        if series.skews:
+            entry.parts["samples"]["skew"] = series.skews
         entry.parts["conditions"] = conditions.as_record()
         if conditions.disturbed:
             entry.parts["conditions"]["unfit"] = "; ".join(conditions.why) or "the machine was disturbed"
-        case = entry.case
-        if case is None:
-            return
-        if hasattr(case, "counters"):
-            entry.parts["counters"] = dict(case.counters())
-        if hasattr(case, "timeline"):
-            entry.parts["timeline"] = case.timeline()
-        if hasattr(case, "choice"):
-            entry.parts["tuned"] = case.choice()
+        entry.ask()
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

@@ -60,13 +60,12 @@ class Agreement:
 
 
 class RankedClock:
-    """A clock whose sample is the slowest rank's; keeps the skew of each sample."""
+    """A clock whose sample is the slowest rank's, and says how far the fastest was from it."""
 
     def __init__(self, clock: Clock, agreement: Agreement) -> None:
         self.clock = clock
         self.agreement = agreement
         self.name, self.cache = clock.name, clock.cache
-        self.skews: list[float] = []
 
     def time(self, call: Callable[[], None]) -> Tick:
         """One sample of all ranks."""
@@ -75,8 +74,7 @@ class RankedClock:
         self.agreement.align()
         mine = self.clock.time(call)
         every = self.agreement.gather(mine.seconds)
-        self.skews.append(max(every) - min(every))
-        return Tick(max(every), mine.host_bound)
+        return Tick(max(every), mine.host_bound, max(every) - min(every))
 
     def verify(self, call: Callable[[], None]) -> None:
         """As the clock below."""

@@ -30,11 +30,14 @@ class Series:
     warmup_s: float = 0.0
     settled: bool = False
     host_bound: int = 0
+    skews: list[float] = field(default_factory=list)
 
     def add(self, tick: Tick) -> None:
         """Keeps a sample."""
         self.values.append(tick.seconds)
         self.host_bound += tick.host_bound
+        if tick.skew is not None:
+            self.skews.append(tick.skew)
 
     @property
     def tight(self) -> bool:
@@ -81,14 +84,19 @@ def sample_all(lanes: Sequence[Lane], plan: Plan) -> dict[str, Series]:
     order = random.Random(plan.seed)
     blocks = 1 if len(groups) == 1 else BLOCKS
     share = plan.budget / (len(groups) * blocks)
-    for _ in range(blocks):
+    wanted = plan.exactly or plan.least
+    for block in range(blocks):
+        # Where blocks cannot share the count evenly the first ones take one more, so that "exactly" is exact.
+        rounds = wanted // blocks + (block < wanted % blocks)
+        if plan.exactly is not None and not rounds:
+            continue
         for group in groups:
-            _block(group, series, plan, share, blocks, order)
+            _block(group, series, plan, share, rounds, order)
     return series
 
 
 def _block(
-    group: Sequence[Lane], series: dict[str, Series], plan: Plan, seconds: float, blocks: int, order: random.Random
+    group: Sequence[Lane], series: dict[str, Series], plan: Plan, seconds: float, least: int, order: random.Random
 ) -> None:
     entered: list[Lane] = []
     try:
@@ -98,7 +106,7 @@ def _block(
         start = plan.now()
         for lane in group:
             _warm_up(lane, series[lane.name], plan, seconds / (4 * len(group)))
-        _rounds(group, series, plan, start + seconds, blocks, order)
+        _rounds(group, series, plan, start + seconds, least, order)
     finally:
         for lane in entered:
             lane.leave()
@@ -122,11 +130,10 @@ def _rounds(
     series: dict[str, Series],
     plan: Plan,
     deadline: float,
-    blocks: int,
+    least: int,
     order: random.Random,
 ) -> None:
     by_name = {lane.name: lane for lane in group}
-    least = -(-(plan.exactly or plan.least) // blocks)
     rounds = 0
     more = True
     while more:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,54 @@ def test_a_variant_that_says_it_changes_its_input_gets_it_afresh(tmp_path: Path)
 
     pair = _pair(optimized=Variant(in_place, changes=("x",)))
     assert _events(pair, {**RAW, "direction": "forward"}, tmp_path)["optimized"]["status"] == "passed"
+
+
+class _Told:
+    """A case that tells of its last run, and forgets when it is closed."""
+
+    def __init__(self) -> None:
+        self.open, self.runs = True, 0
+
+    def load(self, inputs: Inputs) -> None:
+        self.x = inputs["x"].clone()
+
+    def run(self) -> None:
+        self.out, self.runs = self.x * 2, self.runs + 1
+
+    def result(self) -> dict[str, torch.Tensor]:
+        return {"out": self.out}
+
+    def counters(self) -> dict[str, float]:
+        assert self.open
+        return {"runs": float(self.runs)}
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_a_variant_that_is_alone_in_memory_still_tells_of_its_run(tmp_path: Path) -> None:
+    def build(workload: Any, ctx: Context) -> _Told:
+        return _Told()
+
+    pair = replace(_pair(baseline=build, optimized=Variant(build, exclusive=True)), kind="step", oracle=build)
+    found = _events(pair, RAW, tmp_path)
+    assert {n: e["status"] for n, e in found.items()} == {"baseline": "passed", "optimized": "passed"}
+    assert found["optimized"]["counters"]["runs"] > 0
+    assert len(found["optimized"]["samples"]["values"]) == 3
+
+
+def test_the_absolute_peak_holds_no_copy_of_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held before a case was built, and the copy of its result that is being checked, are not the case's."""
+    others: list[int] = []
+
+    def measure(call: Any, device: torch.device, held: int) -> memory.Memory:
+        others.append(held)
+        return memory.Memory(1, 2)
+
+    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    monkeypatch.setattr(memory, "allocated", lambda device: 1000)
+    monkeypatch.setattr(memory, "measure", measure)
+    _events(replace(_pair(baseline=plain, optimized=plain), oracle=plain), {**RAW, "direction": "forward"}, tmp_path)
+    assert others == [1000 + 8 * 4 * 4] * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from harness.clock import Tick
 from harness.sampling import MAX_SAMPLES, Lane, Plan, sample_all
 
@@ -87,6 +89,27 @@ def test_exclusive_variants_alternate_in_blocks_and_never_live_beside_another() 
             alive.discard(entry[1:])
     assert machine.log.count("+big") == machine.log.count("-big") == 3
     assert all(len(s.values) >= 10 for s in series.values())
+
+
+@pytest.mark.parametrize("asked", [1, 2, 3, 10, 17])
+def test_exactly_is_exact_in_blocks_too(asked: int) -> None:
+    machine = FakeMachine()
+    lanes = [machine.lane("a", 0.01), machine.lane("big", 0.01, exclusive=True)]
+    series = sample_all(lanes, machine.plan(exactly=asked))
+    assert [len(s.values) for s in series.values()] == [asked, asked]
+
+
+def test_the_skew_kept_is_that_of_the_samples_kept() -> None:
+    skews = iter(range(10_000))
+
+    def sample() -> Tick:
+        skew = float(next(skews))
+        return Tick(0.01 + skew * 1e-9, skew=skew)
+
+    lanes = [Lane(name, sample, exclusive=True) for name in "ab"]
+    for series in sample_all(lanes, FakeMachine().plan(exactly=10)).values():
+        assert series.warmup > 0
+        assert [round((v - 0.01) * 1e9) for v in series.values] == [round(s) for s in series.skews]
 
 
 def test_a_lane_is_left_when_sampling_fails() -> None:
