@@ -72,7 +72,8 @@ def probe(device: str, where: Mapping[str, Any], want_ceilings: bool, recalibrat
         except subprocess.TimeoutExpired as err:
             raise MachineUnfit(f"the sentinel did not end within {PROBE_LIMIT_S:.0f} s on {device}") from err
         if done.returncode != 0 or not out.exists():
-            raise MachineUnfit(f"the sentinel failed on {device}: {done.stderr.strip()[-500:]}")
+            words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise MachineUnfit(f"the sentinel failed on {device}: {words[-1][:500]}")
         said: dict[str, Any] = json.loads(out.read_text())
         return said
 

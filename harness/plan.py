@@ -69,6 +69,8 @@ def make_plan(request: Request) -> list[Item]:
             group = tuple(w for w in distinct.values() if w.ranks == ranks)
             items.append(Item(technique, group, variants, ranks))
     _refuse_leftovers(request, chosen, items, left_over, unknown_settings)
+    if request.model is not None and request.names and not any("model" in w.dims for i in items for w in i.workloads):
+        raise UsageError(f"--model {request.model}: nothing that was chosen reads a model")
     return items
 
 
@@ -150,4 +152,27 @@ def _workload_file(path: Path, chosen: Sequence[Technique]) -> dict[str, list[Wo
         if name not in {t.name for t in chosen}:
             raise unknown("technique in the workload file", str(name), [t.name for t in chosen])
         by_name.setdefault(str(name), []).append({"tier": "quick", **raw})
-    return {name: parse_workloads(name, group, str(path)) for name, group in by_name.items()}
+    own = {name: parse_workloads(name, group, str(path)) for name, group in by_name.items()}
+    for technique in chosen:
+        _same_dimensions(technique, own.get(technique.name, []), path)
+    return own
+
+
+def _same_dimensions(technique: Technique, own: Sequence[Workload], path: Path) -> None:
+    """A user's workload has the dimensions that the technique's own have: none misspelt, none of the shared ones left
+    out (those that say how to measure may be).
+
+    Raises:
+        UsageError: one that no workload of the technique has (the nearest are named), or one that it lacks.
+    """
+    if not own:
+        return
+    listed = [set(w.dims) for w in workloads_of(technique)]
+    known, shared = set[str]().union(*listed), set.intersection(*listed) - {"direction", "ranks"}
+    for workload in own:
+        for key in workload.dims:
+            if key not in known | {"direction", "ranks"}:
+                raise unknown(f"dimension of {technique.name} in {path}, workload {workload.name!r}:", key, known)
+        lacking = sorted(shared - set(workload.dims))
+        if lacking:
+            raise UsageError(f"--workload-file {path}: workload {workload.name!r} lacks {', '.join(lacking)}")

@@ -94,8 +94,8 @@ class Session:
         options = self.options
         self._join()
         items = self._items()
-        if options.csv is not None and options.csv.exists():
-            raise UsageError(f"--csv {options.csv}: the file exists; name a new one, nothing is overwritten")
+        if options.csv is not None:
+            _refuse_csv(options.csv)
         where = provenance(options.device)
         run = new_run_id()
         keep = options.keep and self.leads
@@ -283,6 +283,16 @@ def with_real_digests(items: list[Item], request: Request) -> list[Item]:
     from harness.digests import set_digests
 
     return [set_digests(item, request.model, request.trace) for item in items]
+
+
+def _refuse_csv(path: Path) -> None:
+    """Says before anything is measured that the file cannot be written."""
+    if path.exists():
+        raise UsageError(f"--csv {path}: the file exists; name a new one, nothing is overwritten")
+    if not path.parent.is_dir():
+        raise UsageError(f"--csv {path}: {path.parent} is no folder; make it, or name another file")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--csv {path}: {path.parent} cannot be written; name another file")
 
 
 def write_csv(path: Path, records: Sequence[Mapping[str, Any]]) -> None:

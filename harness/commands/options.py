@@ -34,10 +34,12 @@ def device(name: str) -> str:
     """``cpu`` or ``cuda``; ``auto`` takes the GPU when one is visible and torch was built for it.
 
     Raises:
-        UsageError: an unknown name.
+        UsageError: an unknown name, or ``cuda`` where torch was built without it.
     """
     if name not in DEVICES:
         raise unknown("device", name, DEVICES)
+    if name == "cuda" and not torch_has_cuda():
+        raise UsageError("--device cuda: the torch here was built without CUDA; use --device cpu, or see doctor")
     if name != "auto":
         return name
     from harness.nvml import NoNvml, open_nvml, visible_gpus

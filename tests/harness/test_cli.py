@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 
+from harness.commands import options
+from harness.errors import UsageError
+from harness.plan import Request, make_plan
+
 ROOT = Path(__file__).resolve().parents[2]
 TOYS = ROOT / "tests" / "toys"
 
@@ -65,6 +69,8 @@ def test_list_as_json_names_every_technique(tmp_path: Path) -> None:
         (("run", "add_rms_norm", "--store", "/proc/no/store"), "/proc/no/store"),
         (("run", "kv_cache", "--workload", "tiny", "--model", "/no/such/model"), "/no/such/model"),
         (("run", "--workload-file", "/no/such/file"), "/no/such/file"),
+        (("run", "add_rms_norm", "--no-store", "--csv", "/no/such/folder/a.csv"), "/no/such/folder"),
+        (("run", "add_rms_norm", "--no-store", "--model", "/no/such/model"), "reads a model"),
         (("show", "--store", "/no/such/store"), "/no/such/store"),
         (("new", "Bad-Name"), "lower case"),
     ],
@@ -298,3 +304,25 @@ def test_a_disk_that_fills_up_loses_no_record_and_says_where_they_are(tmp_path: 
     kept = [json.loads(x) for p in tmp_path.rglob("*-spilled.jsonl") for x in p.read_text().splitlines()]
     assert "spilled" in done.stderr
     assert [k["variant"] for k in kept if k["type"] == "measurement"][-1] == "loses"
+
+
+@pytest.mark.parametrize(
+    ("dims", "word"),
+    [({"rowz": 4, "width": 8}, "did you mean rows"), ({"rows": 4}, "lacks width"), ({"rows": 4, "width": 8}, "")],
+)
+def test_a_workload_file_has_the_techniques_own_dimensions(tmp_path: Path, dims: dict[str, int], word: str) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([{"name": "mine", "tier": "smoke", "dtype": "float32", **dims}]))
+    asked = Request(names=["add_rms_norm"], workload_file=path)
+    if not word:
+        assert make_plan(asked)[0].workloads[0].name == "mine"
+        return
+    with pytest.raises(UsageError, match=word):
+        make_plan(asked)
+
+
+def test_cuda_without_a_torch_that_has_it_is_bad_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "torch_has_cuda", lambda: False)
+    with pytest.raises(UsageError, match="--device cpu"):
+        options.device("cuda")
+    assert options.device("cpu") == "cpu"
