@@ -99,6 +99,8 @@ def regressions(
     pinned = select(history, reference).filters.get("commit") if reference is not None else None
     if reference is not None and pinned is None:
         raise UsageError(f"--reference {reference}: give a commit, branch or tag")
+    if acknowledged is not None and not acknowledged.is_file():
+        raise UsageError(f"--acknowledged {acknowledged}: no such file")
     scope = Scope(technique, gpu, variant, metric, _since(history, since), pinned)
     accepted = read_acknowledged(acknowledged) if acknowledged else find_acknowledged(history.order.repository)
     verdicts = judge(history, scope, accepted)

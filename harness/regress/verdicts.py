@@ -141,7 +141,7 @@ def judge_within(
             progress(number, len(groups))
     for verdict in verdicts:
         _limit(verdict, history, scope.since)
-        _acknowledge(verdict, acknowledged)
+        _acknowledge(verdict, acknowledged, history, scope.since)
     return sorted(verdicts, key=_rank), waiting
 
 
@@ -183,9 +183,7 @@ def _limit(verdict: Verdict, history: History, since: str | None) -> None:
     last = verdict.last_event
     if since is None or last is None or verdict.verdict not in ("regressed", "improved"):
         return
-    place = history.order.places.get(since)
-    old = last["until_rank"] < place.rank if place is not None else (utc(last["until_date"]) or "") < since
-    if old:
+    if _older(last, history, since):
         verdict.verdict = "unchanged"
         verdict.body.update(dict.fromkeys(OF_EVENT))
         verdict.body["reason"] = f"no change since then; the last one was: {verdict.body['reason']}"
@@ -276,7 +274,14 @@ def _event(
     }
 
 
-def _acknowledge(verdict: Verdict, entries: Iterable[Acknowledged]) -> None:
+def _older(event: dict[str, Any], history: History, since: str) -> bool:
+    place = history.order.places.get(since)
+    if place is not None:
+        return bool(event["until_rank"] < place.rank)
+    return (utc(event["until_date"]) or "") < since
+
+
+def _acknowledge(verdict: Verdict, entries: Sequence[Acknowledged], history: History, since: str | None) -> None:
     """Write the reason of an accepted change beside it, and beside the verdict if it is the last one."""
     series = {**{name: getattr(verdict.key, name) for name in KEY_COLUMNS}, "metric": verdict.key.metric}
     series["workload"] = verdict.body.get("workload")
@@ -286,7 +291,14 @@ def _acknowledge(verdict: Verdict, entries: Iterable[Acknowledged]) -> None:
         commits = [event["commit"], *(item["commit"] for item in event["changed"]["commits"])]
         event["acknowledged"] = next((e.reason for e in entries if e.covers(series, commits)), None)
     if events and verdict.verdict in ("regressed", "improved"):
-        verdict.body["acknowledged"] = events[-1]["acknowledged"]
+        # Accepting the last of several steps accepts none of the earlier ones that still stand.
+        standing = [e for e in events[:-1] if verdict.verdict == e["verdict"] == "regressed" and not e["recovered"]]
+        standing = [event for event in standing if since is None or not _older(event, history, since)]
+        if all(event["acknowledged"] for event in standing):
+            verdict.body["acknowledged"] = events[-1]["acknowledged"]
+        elif events[-1]["acknowledged"]:
+            open_ = ", ".join(e["commit"][:12] for e in standing if not e["acknowledged"])
+            verdict.body["reason"] += f"; that one is accepted, the change at {open_} is not"
 
 
 class _Kept:

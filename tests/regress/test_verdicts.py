@@ -201,6 +201,19 @@ def test_an_acknowledged_change_stays_visible_with_its_reason(world: Any) -> Non
     assert of(verdicts, metric="speedup").acknowledged is None
 
 
+def test_accepting_the_last_step_accepts_no_earlier_one(world: Any) -> None:
+    world.nights(10)
+    world.nights(10, optimized=1.1e-3)
+    world.nights(6, optimized=1.2e-3)
+    last, first = (Acknowledged((("technique", "norm"),), world.commits[n], "right") for n in (20, 10))
+    with world.history() as history:
+        only = of(judge(history, None, [last]))
+        assert (only.verdict, only.acknowledged) == ("regressed", None)
+        assert f"the change at {world.commits[10][:12]} is not" in only.body["reason"]
+        assert of(judge(history, None, [last, first])).acknowledged == "right"
+        assert of(judge(history, Scope(since=world.commits[15]), [last])).acknowledged == "right"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -260,6 +273,16 @@ def test_the_command_prints_fails_and_filters(world: Any, app: typer.Typer, in_w
     done = invoke(app, ["regressions", *store, "--fail-on", "regressed"])
     assert done.exit_code == 0
     assert "agreed" in done.stdout
+
+
+def test_a_file_of_accepted_changes_that_is_named_must_be_there(
+    world: Any, app: typer.Typer, in_world: Callable[[], None]
+) -> None:
+    world.nights(1)
+    in_world()
+    done = CliRunner().invoke(app, ["regressions", "--store", str(world.store), "--acknowledged", "none.toml"])
+    assert isinstance(done.exception, UsageError)
+    assert "no such file" in str(done.exception)
 
 
 def test_damage_is_reported_after_the_verdicts(world: Any, app: typer.Typer, in_world: Callable[[], None]) -> None:
