@@ -242,6 +242,11 @@ def _speedup(record: dict[str, Any], name: str, other: dict[str, Any] | None, wh
     if (mine["clock"], mine["cache"]) != (theirs["clock"], theirs["cache"]):
         record["missing"][name] = "the two were timed by different clocks"
         return
+    if record["status"] == "passed" and other["status"] != "passed":
+        record["missing"][name] = (
+            f"{other['variant']} is {other['status']} and can be no one's measure: {other['reason']}"
+        )
+        return
     value = stats.ratio(theirs["values"], mine["values"])
     record["metrics"][name] = metric(name, value.value, value.low, value.high)
 

@@ -22,6 +22,7 @@ class Reporter:
         self._err, self._out = console(stderr=True), console()
         self._progress: Progress | None = None
         self._task: Any = None
+        self._named = False
         self._started = time.monotonic()
 
     def silence(self) -> None:
@@ -55,9 +56,10 @@ class Reporter:
         self._err.print(f"warning: {text}", style="yellow", markup=False)
 
     def show(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """The records of one technique."""
+        """The records of one workload; the columns are named once."""
         if records and not self.quiet_table:
-            self._out.print(result_table(records))
+            self._out.print(result_table(records, header=not self._named))
+            self._named = True
 
     def end(self) -> None:
         """The run is over."""

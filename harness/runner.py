@@ -123,7 +123,6 @@ class Runner:
             if left:
                 self.settings.note(f"{name}: starting again without {', '.join(sorted(progress.skip))}")
 
-        self.settings.show(self.records[before:])
         self.settings.learn(self.records[before:])
 
     def _attempt(self, item: Item, left: Sequence[Workload], progress: Progress, share: int) -> Outcome:
@@ -199,6 +198,7 @@ class Runner:
                 for record in made:
                     self.sink.append(record)
                     self.records.append(record)
+                self.settings.show(made)
                 self.settings.done(1)
 
     def _through(self, workload: Workload, item: Item, progress: Progress) -> bool:

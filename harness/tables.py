@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -77,23 +77,30 @@ def share(record: Mapping[str, Any]) -> str:
     return f"MFU {metrics['mfu']['value']:.1%}" if "mfu" in metrics else "–"
 
 
-def result_table(records: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a record: what a reader needs to judge whether the technique pays."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name, justify in (
-        ("technique", "left"),
-        ("workload", "left"),
-        ("variant", "left"),
-        ("latency", "right"),
-        ("vs baseline", "right"),
-        ("vs best one-liner", "right"),
-        ("throughput", "right"),
-        ("peak memory", "right"),
-        ("reached", "right"),
-        ("limit", "left"),
-        ("status", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name in ("technique", "variant", "latency"))  # type: ignore[arg-type]
+#: Column, alignment and least width: tables that follow one another line up.
+COLUMNS: tuple[tuple[str, Literal["left", "right"], int], ...] = (
+    ("technique", "left", 14),
+    ("workload", "left", 16),
+    ("variant", "left", 13),
+    ("latency", "right", 14),
+    ("vs baseline", "right", 18),
+    ("vs best one-liner", "right", 19),
+    ("throughput", "right", 14),
+    ("peak memory", "right", 11),
+    ("reached", "right", 14),
+    ("limit", "left", 7),
+    ("status", "left", 9),
+)
+
+
+def result_table(records: Sequence[Mapping[str, Any]], header: bool = True) -> Table:
+    """One row a record: what a reader needs to judge whether the technique pays.
+
+    header: False for a table that goes on where another ended.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=header)
+    for name, justify, width in COLUMNS:
+        table.add_column(name, justify=justify, min_width=width, no_wrap=name in ("technique", "variant", "latency"))
     previous = None
     for record in records:
         here = (record["technique"], record["workload"], record["ranks"])

@@ -266,6 +266,24 @@ def test_implausible_and_loose_figures_are_not_passed(tmp_path: Path) -> None:
     )
 
 
+def test_an_unsettled_baseline_measures_nobody(tmp_path: Path) -> None:
+    def shaky(job: MeasureJob, events: Events) -> None:
+        for w in job.workloads:
+            for v in job.variants:
+                parts = _measured(v)
+                if v == "baseline":
+                    parts["samples"] = {**parts["samples"], "values": [4.0, 12.0] * 5}
+                events.result(w.name, v, "passed", **parts)
+        events.done()
+
+    records, _ = _run(shaky, tmp_path)
+    by = {r["variant"]: r for r in records if r["workload"] == "first"}
+    assert (by["baseline"]["status"], by["optimized"]["status"]) == ("unsettled", "passed")
+    assert "speedup" not in by["optimized"]["metrics"]
+    assert "no one's measure" in by["optimized"]["missing"]["speedup"]
+    assert by["optimized"]["metrics"]["speedup_peer"]["value"] == pytest.approx(2.0)
+
+
 def test_a_half_written_event_is_left_for_the_next_look(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     reader = EventReader(path)
