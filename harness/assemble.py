@@ -25,6 +25,8 @@ from harness.workload import Workload
 
 #: Above this relative half width a median is a guess: the record says so instead of giving it.
 LOOSE = 0.25
+#: Below this many samples an interval says nothing, however narrow it looks (one sample's is a point).
+FEWEST = 3
 
 
 @dataclass
@@ -215,6 +217,9 @@ def _judge_plausible(record: dict[str, Any], claimed: Claimed, latency: stats.Es
         record["status"], record["reason"] = "implausible", "; ".join(found)
     elif record["status"] == "passed" and conditions.get("unfit"):
         record["status"], record["reason"] = "unsettled", str(conditions["unfit"])
+    elif record["status"] == "passed" and latency.n < FEWEST:
+        record["status"] = "unsettled"
+        record["reason"] = f"too few samples: {latency.n}, and fewer than {FEWEST} show no noise"
     elif record["status"] == "passed" and latency.relative_half_width > LOOSE:
         wide = f"the interval of the median is ±{latency.relative_half_width:.0%} after {latency.n} samples"
         record["status"], record["reason"] = "unsettled", wide

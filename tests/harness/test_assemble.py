@@ -12,7 +12,7 @@ PAYLOAD = 1 << 20
 SECONDS = 1e-3
 
 
-def measured(op, ranks, curves=None, counters=None, work=None):
+def measured(op, ranks, curves=None, counters=None, work=None, count=10):
     """The one record of a collective that took a millisecond."""
     where = {"gpu": "cpu-x", "machine": "m", "stack": {}, "host": {"device": "cpu"}, "env": {}, "ci": {}}
     raw = {"name": "w", "tier": "smoke", "dtype": "float32", "ranks": ranks, "op": op, "payload": PAYLOAD}
@@ -23,7 +23,7 @@ def measured(op, ranks, curves=None, counters=None, work=None):
         "variant": "optimized",
         "status": "passed",
         "reason": "",
-        "samples": {"values": [SECONDS] * 10, "clock": "wall", "cache": "warm"},
+        "samples": {"values": [SECONDS] * count, "clock": "wall", "cache": "warm"},
         "counters": {"payload_bytes": float(PAYLOAD)} if counters is None else counters,
         "work": work,
     }
@@ -65,3 +65,10 @@ def test_the_floor_takes_the_curve_of_the_works_collective_on_its_ranks():
     assert record["metrics"]["floor_share"]["value"] == pytest.approx(0.4)
     other = measured("all_reduce", 2, {("all_reduce", 2): curve}, work={**work, "collective": "all_gather"})
     assert "link" in other["floor"]["missing"]
+
+
+@pytest.mark.parametrize(("count", "status"), [(1, "unsettled"), (2, "unsettled"), (3, "passed")])
+def test_one_sample_is_no_figure_however_narrow_its_interval(count, status):
+    record = measured("all_reduce", 2, count=count)
+    assert record["status"] == status
+    assert ("too few samples" in record["reason"]) == (status == "unsettled")
