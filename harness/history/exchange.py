@@ -21,6 +21,8 @@ from harness.history.store import Store
 from harness.metric_names import METRICS
 from harness.record import METHOD, SCHEMA, metric, problems
 
+#: What reading a file raises whose parts are JSON of another shape than its format's.
+SHAPE_ERRORS: Final = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 #: Raw samples kept of one measurement; more are thinned evenly.
 MOST_SAMPLES: Final = 1000
 

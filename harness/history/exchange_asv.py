@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.errors import UsageError
-from harness.history.exchange import Defaults, Foreign, Imported, known_metric, load_json, make_record
+from harness.history.exchange import SHAPE_ERRORS, Defaults, Foreign, Imported, known_metric, load_json, make_record
 from harness.history.folders import is_hidden
 from harness.history.moments import utc
 from harness.history.store import gpu_folder
@@ -58,7 +58,10 @@ def read_asv(path: Path, defaults: Defaults) -> Imported:
             done.skip(relative, f"results of version {data.get('version')!r}; run 'asv update' on them first")
             continue
         found += 1
-        _read_file(data, relative, about, defaults, done)
+        try:
+            _read_file(data, relative, about, defaults, done)
+        except SHAPE_ERRORS as err:
+            done.skip(relative, f"not of the shape that asv writes: {err}")
     if not found:
         raise UsageError(f"{path}: no results of asv (<machine>/<commit>-<env>.json) are here")
     return done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import UsageError
-from harness.history.exchange import Defaults, Foreign, Imported, load_json, make_record
+from harness.history.exchange import SHAPE_ERRORS, Defaults, Foreign, Imported, load_json, make_record
 from harness.history.moments import utc
 
 
@@ -22,10 +23,29 @@ def read_pytest_benchmark(path: Path, defaults: Defaults) -> Imported:
     data = load_json(path)
     if not isinstance(data, dict) or not isinstance(data.get("benchmarks"), list) or "machine_info" not in data:
         raise UsageError(f"{path}: not a file of pytest-benchmark (no 'benchmarks' and 'machine_info')")
+    try:
+        context = _context(data, defaults)
+    except SHAPE_ERRORS as err:
+        raise UsageError(f"{path}: not of the shape that pytest-benchmark writes: {err}") from err
+    done = Imported()
+    for number, item in enumerate(data["benchmarks"], 1):
+        name = str((item.get("fullname") or item.get("name")) if isinstance(item, dict) else f"benchmark {number}")
+        try:
+            record = _record(item, name, path, context, done)
+        except SHAPE_ERRORS as err:
+            done.skip(name, f"not of the shape that pytest-benchmark writes: {err}")
+            continue
+        if record is not None:
+            done.records.append(record)
+    return done
+
+
+def _context(data: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """What holds for every benchmark of a file: commit, time, machine."""
     info, commit = data["machine_info"] or {}, data.get("commit_info") or {}
     cpu = info.get("cpu") or {}
     known = commit.get("id") if re.fullmatch(r"[0-9a-f]{7,40}", str(commit.get("id") or "")) else None
-    context = {
+    return {
         "commit": known or defaults.commit,
         "branch": defaults.branch or commit.get("branch"),
         "dirty": commit.get("dirty"),
@@ -35,30 +55,31 @@ def read_pytest_benchmark(path: Path, defaults: Defaults) -> Imported:
         "machine": defaults.machine or str(info.get("node") or "unknown"),
         "stack": {"python": str(info.get("python_version") or ""), "pytest_benchmark": str(data.get("version") or "")},
     }
-    done = Imported()
-    for item in data["benchmarks"]:
-        name = str(item.get("fullname") or item.get("name"))
-        stats = item.get("stats") or {}
-        median = stats.get("median")
-        if not isinstance(median, (int, float)) or not median > 0:
-            done.skip(name, f"median {median!r} is not a time")
-            continue
-        foreign = Foreign(
-            technique=str(item.get("group") or name.partition("[")[0]),
-            variant=str((item.get("params") or {}).get("variant") or str(item.get("name")).partition("[")[0]),
-            workload=str(item.get("param") or "default"),
-            metrics={"latency": float(median)},
-            dims={k: v for k, v in (item.get("params") or {}).items() if k != "variant"},
-            samples=stats.get("data") or (),
-        )
-        where = {
-            "file": path.name,
-            "benchmark": name,
-            "rounds": stats.get("rounds"),
-            "extra_info": item.get("extra_info") or {},
-        }
-        done.records.append(make_record(foreign, "pytest-benchmark", where, context))
-    return done
+
+
+def _record(
+    item: Mapping[str, Any], name: str, path: Path, context: Mapping[str, Any], done: Imported
+) -> dict[str, Any] | None:
+    stats = item.get("stats") or {}
+    median = stats.get("median")
+    if not isinstance(median, (int, float)) or not 0 < median < math.inf:
+        done.skip(name, f"median {median!r} is not a time")
+        return None
+    foreign = Foreign(
+        technique=str(item.get("group") or name.partition("[")[0]),
+        variant=str((item.get("params") or {}).get("variant") or str(item.get("name")).partition("[")[0]),
+        workload=str(item.get("param") or "default"),
+        metrics={"latency": float(median)},
+        dims={k: v for k, v in (item.get("params") or {}).items() if k != "variant"},
+        samples=stats.get("data") or (),
+    )
+    where = {
+        "file": path.name,
+        "benchmark": name,
+        "rounds": stats.get("rounds"),
+        "extra_info": item.get("extra_info") or {},
+    }
+    return make_record(foreign, "pytest-benchmark", where, context)
 
 
 def pytest_benchmark_json(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

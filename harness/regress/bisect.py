@@ -30,6 +30,10 @@ from harness.regress.rerun import device_of, run_command, variants_for
 STEP: Final = (sys.executable, "-I", bisect_step.__file__)
 
 
+#: Candidates that a message lists.
+SHOWN: Final = 10
+
+
 class BisectFailed(PairbenchError):
     """The search ended without a commit; the message says why."""
 
@@ -190,7 +194,10 @@ def _run(tree: Path, task: Task, spec: Path, log: Path, say: Callable[[str], Non
     if running.returncode != 0 or not culprit:
         skipped = sum(step["level"] == "skipped" for step in steps)
         last = next((step["reason"] for step in reversed(steps) if step["level"] == "skipped"), "git said no more")
-        raise BisectFailed(f"no single commit was found; {skipped} of {len(steps)} steps could not tell: {last}")
+        good = git("for-each-ref", "--format=%(objectname)", "refs/bisect/good-*").stdout.split()
+        left = git("log", "--format=%h %s", culprit or task.bad, "--not", *good).stdout.splitlines() if good else []
+        among = f"; it is one of: {', '.join(left[:SHOWN])}" if 1 < len(left) <= SHOWN else ""
+        raise BisectFailed(f"no single commit was found{among}; {skipped} of {len(steps)} steps could not tell: {last}")
     seen = {step["commit"] for step in steps if step["level"] == "new"}
     if culprit != task.bad and culprit not in seen:
         raise BisectFailed(f"git names {culprit[:12]}, which was never measured at the new level: a step broke")

@@ -306,6 +306,26 @@ def test_the_direction_and_the_unit_are_github_action_benchmarks_own(make_record
         action_benchmark([], "faster")
 
 
+@pytest.mark.parametrize("wrong", [3, "x", [1], True])
+def test_a_file_of_another_shape_is_named_and_the_rest_is_read(asv_folder: Path, tmp_path: Path, wrong: Any) -> None:
+    file = tmp_path / "b.json"
+    good = {"name": "a", "fullname": "a", "group": "g", "params": None, "stats": {"median": 1.0}}
+    data = {"machine_info": {}, "commit_info": {"id": SHA}, "benchmarks": [wrong, {**good, "stats": wrong}, good]}
+    file.write_text(json.dumps(data))
+    found = read_foreign(file, "auto", Defaults())
+    assert [what for what, _ in found.skipped] == ["benchmark 1", "a"]
+    assert len(found.records) == 1
+    file.write_text(json.dumps({**data, "machine_info": wrong}))
+    with pytest.raises(UsageError, match="not of the shape"):
+        read_foreign(file, "auto", Defaults())
+    whole = len(read_foreign(asv_folder, "asv", Defaults()).records)
+    for number, change in enumerate(({"results": wrong}, {"params": wrong}, {"result_columns": wrong})):
+        (asv_folder / f"wrong{number}.json").write_text(json.dumps({**ASV, **change}))
+    read = read_foreign(asv_folder, "asv", Defaults())
+    assert len(read.records) >= whole
+    assert {"wrong0.json", "wrong1.json"} <= {what for what, _ in read.skipped}
+
+
 def test_a_latency_of_zero_is_no_benchmark(make_record: Make) -> None:
     with pytest.raises(UsageError, match="nothing to export"):
         pytest_benchmark_json([make_record(0, latency=0.0)])

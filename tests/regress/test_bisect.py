@@ -100,6 +100,17 @@ def test_commits_that_cannot_be_measured_are_skipped_or_reported(moved: tuple[An
     assert len(world.git("worktree", "list").splitlines()) == 1
 
 
+def test_a_broken_commit_beside_the_culprit_leaves_two_candidates(world: Any) -> None:
+    first = tree(world, 1e-3, "old 0")
+    tree(world, 1.2e-3, "broken", broken=True, measured=False)
+    last = tree(world, 1.2e-3, "slow")
+    with world.history() as history:
+        task = plan(history, "norm/optimized", good=first, bad=last)
+    with pytest.raises(BisectFailed, match=r"it is one of: .* slow, .* broken; 1 of") as found:
+        bisect(Repository(world.root), task)
+    assert " old " not in str(found.value)
+
+
 def test_what_cannot_be_searched_is_said_first(moved: tuple[Any, str]) -> None:
     world, _ = moved
     with world.history() as history:
