@@ -225,20 +225,25 @@ def launch_root(proc: Path = Path("/proc"), pid: int | None = None) -> int:
     """The process at the top of this launch: the one that started the topmost marked ancestor, else this process.
 
     A launch marks what it starts by an environment variable (:mod:`harness.processes`); ranks are siblings under it.
+    In a world that torchrun or srun has made, the supervisors of one host are siblings too, under what started them.
     """
     root = os.getpid() if pid is None else pid
     parent_of = parents(proc)
-    while _marked(proc / str(root)) and parent_of.get(root, 0) > 1:  # an orphan of a dead launcher is its own root
+    while MARK in _environment(proc / str(root)) and parent_of.get(root, 0) > 1:  # an orphan is its own root
+        root = parent_of[root]
+    around = _environment(proc / str(root))
+    if (around.get("WORLD_SIZE", "1") != "1" or "SLURM_STEP_ID" in around) and parent_of.get(root, 0) > 1:
         root = parent_of[root]
     return root
 
 
-def _marked(folder: Path) -> bool:
+def _environment(folder: Path) -> dict[str, str]:
     try:
-        environment = (folder / "environ").read_bytes()
+        items = (folder / "environ").read_bytes().split(b"\0")
     except OSError:
-        return False
-    return any(item.startswith(MARK.encode() + b"=") for item in environment.split(b"\0"))
+        return {}
+    pairs = (item.decode(errors="replace").partition("=") for item in items if b"=" in item)
+    return {key: value for key, _, value in pairs}
 
 
 def _range(values: list[int | None] | list[float | None]) -> dict[str, float] | None:

@@ -197,3 +197,17 @@ def test_the_launch_is_found_from_any_of_its_ranks(tmp_path):
     assert launch_root(tmp_path, 60) == 50
     assert launch_root(tmp_path, 50) == 50
     assert launch_root(tmp_path, 70) == 70
+
+
+def test_the_supervisors_of_one_host_in_a_joined_world_are_no_strangers(tmp_path):
+    def process(pid, parent, environ):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{pid} (python) S {parent} " + "0 " * 20)
+        (folder / "environ").write_bytes(environ)
+
+    process(30, 1, b"HOME=/\0")  # torchrun
+    for rank, supervisor in (("0", 40), ("1", 41)):
+        process(supervisor, 30, f"RANK={rank}\0WORLD_SIZE=2\0".encode())
+        process(supervisor + 10, supervisor, f"RANK={rank}\0WORLD_SIZE=2\0PAIRBENCH_LAUNCH=x{rank}\0".encode())
+    assert launch_root(tmp_path, 50) == launch_root(tmp_path, 51) == 30
