@@ -28,6 +28,7 @@ def claim_rows(rows: Sequence[Row], claim: Mapping[str, str]) -> list[dict[str, 
         claim: quantity → ``lower``, ``higher`` or ``same``; ``cost`` in words.
     """
     found = []
+    shaky = any(r["variant"] in ("baseline", "optimized") and r["status"] == "unsettled" for r in rows)
     for name, column in QUANTITIES.items():
         ratio = _ratio(rows, column)
         claimed = claim.get(name, "")
@@ -35,8 +36,8 @@ def claim_rows(rows: Sequence[Row], claim: Mapping[str, str]) -> list[dict[str, 
             {
                 "what": name,
                 "claimed": claimed or "nothing",
-                "measured": _words(ratio),
-                "kept": _kept(claimed, ratio),
+                "measured": _words(ratio) if ratio or not shaky else "unsettled: the machine was busy",
+                "kept": _kept(claimed, ratio) if ratio or not shaky else "◇ unsettled",
                 **({"ratio": ratio["value"], "low": ratio["low"], "high": ratio["high"]} if ratio else
                    {"ratio": None, "low": None, "high": None}),
                 "workloads": ratio["workloads"] if ratio else 0,

@@ -15,14 +15,13 @@ from dashboard.text import ago, cut, esc, short
 from dashboard.theme import LOOKS, VERDICTS, look, on_colour, signed, speed_colour, verdict_signed
 from harness.errors import UsageError
 from harness.history.query import SeriesKey
-from harness.regress.present import change, escape, markdown, markdown_table, what_changed
+from harness.regress.present import MARKDOWN_ROWS, change, escape, markdown, markdown_table, what_changed
 from harness.regress.verdicts import Verdict, counts
 
 QUIET: Final = ("unchanged", "too few runs")
 #: Series drawn, verdicts listed, and rows of a pull request's table at most; what is left out is counted.
 MOST_SERIES: Final = 120
 MOST_VERDICTS: Final = 300
-MOST_ROWS: Final = 60
 
 STYLE: Final = """
 :root{color-scheme:light dark;--line:#8885;--soft:#8882}
@@ -236,14 +235,14 @@ def markdown_summary(snapshot: Snapshot) -> str:
     if snapshot.judged.problem:
         parts.append(f"The history could not be judged: {escape(snapshot.judged.problem)}")
     rows = [row for row in snapshot.rows if row["status"] != "not run"]
-    shown = sorted(rows, key=lambda row: -(row["speedup"] or {"value": 0.0})["value"])[:MOST_ROWS]
+    shown = sorted(rows, key=lambda row: -(row["speedup"] or {"value": 0.0})["value"])[:MARKDOWN_ROWS]
     cells = [
         (row["technique"], row["gpu"], _ratio(row["speedup"]), _ratio(row["speedup_peer"]), signed(row["status"]),
          "stale" if row["stale"] else "", short(row["commit"]))
         for row in shown
     ]  # fmt: skip
     columns = ("technique", "GPU type", "over baseline", "over best one-liner", "status", "", "commit")
-    parts.append(markdown_table(columns, cells[:MOST_ROWS]))
+    parts.append(markdown_table(columns, cells))
     if len(rows) > len(shown):
         parts.append(f"… and {len(rows) - len(shown)} more.")
     history = snapshot.source.history

@@ -147,6 +147,8 @@ def escape(text: str) -> str:
     """Text of the store inside a Markdown table: never markup, never a new cell."""
     for sign in "\\`*_{}[]<>|#~!":
         text = text.replace(sign, f"\\{sign}")
+    # A backslash stops neither: mentions are found after Markdown is rendered, formulas before.
+    text = text.replace("@", "@\u200b").replace("$", "<span>$</span>")
     return " ".join(text.split())
 
 

@@ -14,6 +14,7 @@ from dashboard import serve, snapshot
 from dashboard.source import open_source
 from harness.cli import make_app
 from harness.errors import DamagedStore, PairbenchError, StoreError, UsageError
+from harness.regress.present import escape
 
 Stores = dict[str, Path]
 
@@ -127,3 +128,9 @@ def test_a_store_that_is_not_there_is_named_before_a_server_starts(tmp_path: Pat
 
 def test_telemetry_is_off() -> None:
     assert serve.SETTINGS["browser_gatherUsageStats"] is False
+
+
+def test_text_of_the_store_mentions_nobody_and_opens_no_formula_in_a_pull_request() -> None:
+    made = escape("@octocat <b> $x^2$ |")
+    assert "@octocat" not in made
+    assert made == "@\u200boctocat \\<b\\> <span>$</span>x^2<span>$</span> \\|"

@@ -105,6 +105,8 @@ def test_a_promise_is_kept_only_when_the_whole_interval_is_on_its_side() -> None
 def test_a_failed_variant_keeps_no_promise() -> None:
     rows = [_record("baseline", 2.0, 8.0), _record("optimized", 1.0, 1.0, status="wrong")]
     assert claim_rows(rows, {"latency": "lower"})[0]["kept"] == "– not measured"
+    shaky = [{**row, "status": "unsettled"} for row in rows]
+    assert claim_rows(shaky, {"latency": "lower"})[0]["kept"] == "◇ unsettled"
 
 
 def test_the_dashboard_imports_no_torch() -> None:
