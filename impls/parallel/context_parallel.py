@@ -15,6 +15,18 @@ Bytes over the link in one step, for L layers, e bytes of a number and w of one 
     ulysses   L (N-1)/N · B·S/N · (4H + 4K)·E · e: queries, keys, values and outputs, forward and backward
     both      2 (N-1)/N of all weights' gradients · w
 
+Memory that a rank keeps for backward, counted as ``saved_bytes``, for T = B·S tokens, heads of width H·E = D, feed-
+forward width F and vocabulary V, beside weights, gradients and moments, which are whole on every rank:
+
+    baseline  T · A       A = (2L+1)·(D(2e + w) + w) + L·((2D + 2K·E + 4F)·e + H·w) + 8E + V·w + 16
+    ring      T/N · A
+    ulysses   T/N · (A + L·D·e): attention's output is kept before the swap, and by the next product after it
+
+In A: each norm's input, its factor, what it is normalized to and what it gives; queries, keys, values, output and the
+softmax's sums; gate, its activation, up and their product; float32 sines and cosines; the loss; token ids. Attention's
+own scores are not kept. Not counted is what lives for a moment only: a ring's two blocks of 2·B·S/N·K·E keys and values,
+backward two of their gradients, and without a flash kernel one block's scores.
+
 Predicted: activations and their memory by N, time by N as long as the link keeps up with a block's attention, whose
 compute grows with (S/N)² and whose message grows with S/N.
 
@@ -25,8 +37,9 @@ The sequence must divide into 2N chunks for a ring, by N for Ulysses, which also
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +52,8 @@ from impls.parallel import shared
 from impls.parallel.buckets import Buckets
 from impls.parallel.link import Link, gather_rows
 from impls.parallel.ring import RingAttend, zigzag
-from impls.parallel.shared import ITEMSIZE, TrainCase, ring_bytes, wide_size
+from impls.parallel.saved import saved_bytes
+from impls.parallel.shared import ITEMSIZE, TrainCase, fenced, hidden_share, ring_bytes, wide_size
 
 BUCKET_BYTES = 25 << 20
 
@@ -57,7 +71,10 @@ class WholeSequence(shared.OneProcess):
         self.link = Link()
 
     def counters(self) -> Mapping[str, float]:
-        return {"link_bytes": 0.0}
+        """Nothing over the link, and ``saved_bytes``, what is kept for backward."""
+        if not self._counters:
+            self._counters = {"link_bytes": 0.0, "saved_bytes": _most_saved(self)}
+        return self._counters
 
 
 class Spread(TrainCase):
@@ -93,6 +110,52 @@ class Spread(TrainCase):
 
     def close(self) -> None:
         self.buckets.close()
+
+
+class Travelling(Attend, Protocol):
+    """Attention of our own, whose messages can be sent by themselves."""
+
+    def communicate(self, q_BSHE: Tensor, k_BSKE: Tensor) -> None:
+        """What one layer sends in a step, forward and backward, and no computation."""
+        ...
+
+
+class Counted(Spread):
+    """A spread step whose memory and communication are told apart."""
+
+    def __init__(self, workload: Workload, ctx: Context, places: Tensor, attend: Travelling, link: Link) -> None:
+        super().__init__(workload, ctx, places, attend, link)
+        self.travelling = attend
+
+    def communicate(self) -> None:
+        """A step's communication by itself."""
+        config, shape = self.model.config, (self.workload.batch, len(self.places))
+        q, k = (
+            torch.zeros(*shape, heads, config.head_dim, dtype=self.ctx.dtype, device=self.ctx.device)
+            for heads in (config.num_heads, config.num_kv_heads)
+        )
+        for _ in range(config.num_layers):
+            self.travelling.communicate(q, k)
+        self.buckets.communicate()
+
+    def counters(self) -> Mapping[str, float]:
+        """Besides those of every step ``comm_s``, its communication alone, ``hidden_share``, what of it the step hides,
+        and ``saved_bytes``, what the fullest rank keeps for backward."""
+        if "comm_s" not in self._counters:
+            found = dict(super().counters())
+            alone = statistics.median(fenced(self.communicate, self.link, self.ctx.device) for _ in range(5))
+            found |= {"comm_s": alone, "hidden_share": hidden_share(found["exposed_comm"], alone)}
+            self._counters = found | {"saved_bytes": _most_saved(self)}
+        return self._counters
+
+
+def _most_saved(case: TrainCase) -> float:
+    """Bytes that the fullest rank keeps for backward. The case is loaded anew afterwards."""
+    assert case.link is not None
+    assert case._inputs is not None
+    saved = saved_bytes(case.forward_backward, case.params.values())
+    case.load(case._inputs)
+    return case.link.most(saved, case.ctx.device)
 
 
 class _Swap(torch.autograd.Function):
@@ -132,6 +195,13 @@ class UlyssesAttend:
         back = _swap(self.link, out.unflatten(1, (world, -1)).movedim(1, 0))
         heads: Tensor = back.movedim(0, 2).flatten(2, 3)
         return heads
+
+    def communicate(self, q_BSHE: Tensor, k_BSKE: Tensor) -> None:
+        """Two swaps, and two back."""
+        there = torch.cat([q_BSHE, k_BSKE, k_BSKE], dim=2).reshape(self.link.world, -1)
+        back = q_BSHE.reshape(self.link.world, -1)
+        for x in (there, back, back, there):
+            self.link.all_to_all(torch.empty_like(x), x).wait()
 
 
 class RepeatedAttend:
@@ -176,14 +246,14 @@ class TorchContextParallel(Spread):
 def optimized(workload: Workload, ctx: Context) -> TrainCase:
     """A zigzag ring."""
     link = Link()
-    return Spread(workload, ctx, zigzag(workload.seq, link.rank, link.world), RingAttend(link), link)
+    return Counted(workload, ctx, zigzag(workload.seq, link.rank, link.world), RingAttend(link), link)
 
 
 def ulysses(workload: Workload, ctx: Context) -> TrainCase:
     """Contiguous positions, swapped for heads while attending."""
     link = Link()
     part = workload.seq // link.world
-    return Spread(workload, ctx, torch.arange(part) + link.rank * part, UlyssesAttend(link), link)
+    return Counted(workload, ctx, torch.arange(part) + link.rank * part, UlyssesAttend(link), link)
 
 
 def chunks_divide(workload: Workload) -> str | None:
@@ -214,6 +284,25 @@ def link_bytes(workload: Workload, variant: str) -> float:
         numbers = tokens // n * 4 * (c.num_heads + c.num_kv_heads) * c.head_dim
         return ring_bytes(n, c.num_layers * numbers * size + gradients)
     raise ValueError(f"the bytes of {variant!r} are not counted here")
+
+
+def saved_formula(workload: Workload, variant: str) -> float:
+    """Bytes that a rank keeps for backward in one of our variants, as counted in this module's docstring; up to the
+    last id of each row and the loss itself."""
+    c, size, wide_bytes = shared.model_config(workload), ITEMSIZE[workload.dtype], wide_size(workload.dtype)
+    tokens, width, heads_width = workload.batch * workload.seq, c.hidden_size, c.num_heads * c.head_dim
+    norm = width * (2 * size + wide_bytes) + wide_bytes
+    layer = 2 * (heads_width + c.num_kv_heads * c.head_dim) + 4 * c.intermediate_size
+    layer_bytes = layer * size + c.num_heads * wide_bytes
+    a_token = (2 * c.num_layers + 1) * norm + c.num_layers * layer_bytes
+    a_token += 8 * c.head_dim + c.vocab_size * wide_bytes + 16
+    if variant == "baseline":
+        return float(tokens * a_token)
+    if variant == "optimized":
+        return float(tokens * a_token / workload.ranks)
+    if variant == "ulysses":
+        return float(tokens * (a_token + c.num_layers * heads_width * size) / workload.ranks)
+    raise ValueError(f"what {variant!r} keeps is not counted here")
 
 
 def work(workload: Workload) -> Work:

@@ -140,7 +140,8 @@ class RingAttention(torch.autograd.Function):
                     *block_forward(q[:, :, rows], kv[0, :, :, keys], kv[1, :, :, keys], causal=False),
                 )
             kv = _arrived(kv, following)
-        out = out.to(q.dtype)
+        # Positions before heads in memory, as the next product reads it: it then keeps this very tensor, and no copy.
+        out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
@@ -196,3 +197,13 @@ class RingAttend:
         ring: Any = RingAttention
         out: Tensor = ring.apply(self.link, *(x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE)))
         return out.transpose(1, 2)
+
+    def communicate(self, q_BSHE: Tensor, k_BSKE: Tensor) -> None:
+        """A layer's messages alone: keys and values around twice, their gradients behind them the second time."""
+        ring, kv = _Ring(self.link), torch.stack([k_BSKE, k_BSKE])
+        grads = kv.to(wide(kv.dtype))
+        for messages in ([kv], [kv, grads]):
+            for _ in range(self.link.world - 1):
+                for received, handle in [ring.pass_on(x) for x in messages]:
+                    handle.wait()
+                    del received
