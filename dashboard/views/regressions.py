@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlencode
@@ -176,4 +177,4 @@ def _one(view: parts.View, v: Verdict) -> None:
     parts.command(body.get("reproduce"))
     if v.verdict == "regressed" and v.acknowledged is None and body.get("commit"):
         st.caption("Find the commit, or accept the change in `acknowledged.toml`:")
-        parts.command(f"pairbench bisect {key.text}")
+        parts.command(f"pairbench bisect {shlex.quote(key.text)}")

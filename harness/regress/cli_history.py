@@ -118,6 +118,10 @@ def regressions(
         present.print_table(verdicts, all_, len(latest(history, technique=technique, gpu=gpu, variant=variant)))
     found = counts(verdicts)
     end_on_damage(history)
+    standing = [v.key.text for v in verdicts if v.still_regressed and v.verdict != "regressed"]
+    if standing and "regressed" in (fail_on or []):
+        print(f"pairbench: still worse than before an unaccepted regression: {', '.join(standing)}", file=sys.stderr)
+        raise typer.Exit(1)
     if any(found[word] for word in fail_on or []):
         raise typer.Exit(1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +58,22 @@ class Verdict:
         """The newest change."""
         events: list[dict[str, Any]] = self.body.get("events") or []
         return events[-1] if events else None
+
+    @property
+    def still_regressed(self) -> bool:
+        """Whether an unaccepted regression stands that nothing since has made good: a small gain after a large loss
+        makes the last change an improvement, and leaves the series worse than before."""
+        events: list[dict[str, Any]] = self.body.get("events") or []
+        lower = METRICS[self.key.metric].better == "lower"
+        for at, event in enumerate(events):
+            settled = event["recovered"] or event.get("acknowledged") or not event.get("in_scope", True)
+            if event["verdict"] != "regressed" or settled:
+                continue
+            ratios = [later["ratio"] for later in events[at:]]
+            net = None if None in ratios else math.prod(ratios)
+            if net is None or (net > 1 if lower else net < 1):
+                return True
+        return False
 
     def as_json(self) -> dict[str, Any]:
         """Everything about the verdict: the series' parts, ``verdict``, ``reason``, size with interval (``ratio``,
@@ -179,7 +196,9 @@ def _judge_group(history: History, technique: str, gpu: str, scope: Scope) -> di
 
 
 def _limit(verdict: Verdict, history: History, since: str | None) -> None:
-    """Leave a last change out of the verdict that is older than ``since``."""
+    """Leave a last change out of the verdict that is older than ``since``; each event says whether it is in scope."""
+    for event in verdict.body.get("events") or []:
+        event["in_scope"] = since is None or not _older(event, history, since)
     last = verdict.last_event
     if since is None or last is None or verdict.verdict not in ("regressed", "improved"):
         return

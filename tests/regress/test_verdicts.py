@@ -151,6 +151,19 @@ def test_confirm_measures_only_what_is_checked_out(world: Any) -> None:
     assert f"git checkout {world.commits[-1][:12]}" in notes[0]
 
 
+def test_a_small_gain_does_not_make_a_large_loss_good(world: Any) -> None:
+    world.nights(10)
+    world.nights(10, optimized=1.3e-3)
+    world.nights(10, optimized=1.24e-3)
+    verdict = of(judged(world))
+    assert verdict.verdict == "improved"
+    assert verdict.still_regressed
+    assert not of(judged(world, since=world.commits[15])).still_regressed
+    with world.history() as history:
+        accepted = [Acknowledged((("technique", "norm"),), world.commits[10], "right")]
+        assert not of(judge(history, None, accepted)).still_regressed
+
+
 def test_since_leaves_older_changes_out_of_the_verdict(world: Any) -> None:
     world.nights(10)
     world.nights(8, optimized=1.1e-3)
