@@ -24,8 +24,8 @@ forward width F and vocabulary V, beside weights, gradients and moments, which a
 
 In A: each norm's input, its factor, what it is normalized to and what it gives; queries, keys, values, output and the
 softmax's sums; gate, its activation, up and their product; float32 sines and cosines; the loss; token ids. Attention's
-own scores are not kept. Not counted is what lives for a moment only: a ring's two blocks of 2·B·S/N·K·E keys and values,
-backward two of their gradients, and without a flash kernel one block's scores.
+own scores are not kept. Not counted is what lives for a moment only: a ring's two blocks of 2·B·S/N·K·E numbers, keys
+and values, backward two of their gradients, and without a flash kernel one block's scores.
 
 Predicted: activations and their memory by N, time by N as long as the link keeps up with a block's attention, whose
 compute grows with (S/N)² and whose message grows with S/N.
