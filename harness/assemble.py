@@ -148,7 +148,8 @@ def _add_metrics(record: dict[str, Any], work: Work | None, facts: Facts, event:
         claimed = _add_rates(record, work, facts, latency, claimed)
     claimed = _add_link_rates(record, latency.value, claimed)
     memory = record.get("memory") or {}
-    for name, key in (("peak_memory", "peak"), ("absolute_memory", "absolute"), ("reserved_memory", "reserved")):
+    for name in ("peak_memory", "absolute_memory", "reserved_memory", "device_memory"):
+        key = name.removesuffix("_memory")
         if memory.get(key) is not None:
             metrics[name] = metric(name, memory[key])
         elif memory.get("reason"):

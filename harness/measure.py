@@ -63,14 +63,11 @@ class Measurement:
         """Measures everything and reports every variant, whatever happens to one of them."""
         self.ctx.mesh = mesh
         self._sort_out()
-        started = time.perf_counter()
-        checked = self._check_all(self._draw(0), first=True)
-        spent = time.perf_counter() - started
-        if self.job.timing and checked:
+        if self._check_all(self._draw(0), first=True) and self.job.timing:
             self._time_all()
             self._check_all(self._draw(1), first=False)
         for entry in self.entries:
-            self._report(entry, spent)
+            self._report(entry)
         self._close()
 
     # -- what can run here ------------------------------------------------------------------------------------------
@@ -122,7 +119,9 @@ class Measurement:
         alive = [e for e in self.entries if e.alive]
         if not alive:
             return False
+        started = time.perf_counter()
         truth, oracle_case, why = self._truth(inputs)
+        alive[0].costs["check_s"] = alive[0].costs.get("check_s", 0.0) + time.perf_counter() - started
         why = self.agreement.tell(why)
         if why:
             for entry in alive:
@@ -207,15 +206,15 @@ class Measurement:
         case.load(inputs)
         if hasattr(case, "release"):
             case.release()
+        watch = watch_device(self._watched()) if self.device.type == "cuda" else None
+        if watch is not None:
+            watch.start()
         found = memory.measure(case.run, self.device, entry.before + tensor_bytes(result) - module_bytes(inputs))
-        peak, absolute, reserved = (self._most(v) for v in (found.peak, found.absolute, found.reserved))
-        entry.memory = replace(found, peak=peak, absolute=absolute, reserved=reserved)
+        seen = watch.stop().device_memory_bytes if watch is not None else None
+        figures = (found.peak, found.absolute, found.reserved, seen)
+        peak, absolute, reserved, device = (self.agreement.most(v) for v in figures)
+        entry.memory = memory.Memory(peak, absolute, reserved, device, found.reason)
         entry.costs["memory_s"] = time.perf_counter() - started
-
-    def _most(self, value: int | None) -> int | None:
-        """The largest over the ranks; None where no rank has a figure."""
-        most = max(self.agreement.gather(-1.0 if value is None else float(value)))
-        return None if most < 0 else int(most)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
@@ -376,7 +375,7 @@ class Measurement:
             entry.case = None
         gc.collect()
 
-    def _report(self, entry: Entry, spent: float) -> None:
+    def _report(self, entry: Entry) -> None:
         status, reason = entry.status or "passed", entry.reason
         parts: dict[str, Any] = dict(entry.parts)
         parts["costs"] = {k: round(v, 6) for k, v in entry.costs.items()}
@@ -384,7 +383,7 @@ class Measurement:
             parts["check"] = entry.check.as_record()
         if entry.memory is not None:
             m = entry.memory
-            parts["memory"] = {"peak": m.peak, "absolute": m.absolute, "reserved": m.reserved, "reason": m.reason}
+            parts["memory"] = asdict(m)
         parts["input_bytes"] = tensor_bytes(self._inputs)
         parts["work"] = asdict(self.pair.work(self.workload))
         parts["compute_dtype"] = entry.variant.compute_dtype

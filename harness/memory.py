@@ -21,7 +21,7 @@ PROC = Path("/proc/self")
 class Memory:
     """Bytes. ``peak`` is above what was allocated before the call; ``absolute`` counts all that the case holds.
 
-    ``reason`` says why there is no figure.
+    ``device`` is the process's own by NVML, where it answers. ``reason`` says why there is no figure.
     """
 
     peak: int | None = None
@@ -40,11 +40,10 @@ def allocated(device: torch.device) -> int:
     return _status("VmRSS") or 0
 
 
-def measure(call: Callable[[], None], device: torch.device, others: int, device_used: int | None = None) -> Memory:
+def measure(call: Callable[[], None], device: torch.device, others: int) -> Memory:
     """Runs the call once and reads its peak.
 
     others: bytes that were held before the case was built; the absolute peak is counted above them.
-    device_used: the process's memory by NVML, where it answered.
     """
     gc.collect()
     if device.type == "cuda":
@@ -54,7 +53,7 @@ def measure(call: Callable[[], None], device: torch.device, others: int, device_
         call()
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
-        return Memory(peak - before, peak - others, torch.cuda.max_memory_reserved(device), device_used)
+        return Memory(peak - before, peak - others, torch.cuda.max_memory_reserved(device))
     trim()
     try:
         (PROC / "clear_refs").write_text("5")

@@ -51,6 +51,11 @@ class Agreement:
         dist.all_gather(all_values, mine, group=self.group)
         return [float(v) for v in all_values]
 
+    def most(self, value: int | None) -> int | None:
+        """The largest over the ranks; None where no rank has a figure."""
+        found = max(self.gather(-1.0 if value is None else float(value)))
+        return None if found < 0 else int(found)
+
     def align(self) -> None:
         """All ranks go on together."""
         if self.world > 1:

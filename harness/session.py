@@ -259,7 +259,12 @@ class Session:
             counts[record["status"]] = counts.get(record["status"], 0) + 1
         said = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing measured"
         timed = sampling_seconds(result.records)
-        outside = f"; {1 - timed / seconds:.0%} of {seconds:.0f} s outside sampling" if self.options.timing else ""
+        costs = [r.get("costs") or {} for r in result.records]
+        checked = sum(c.get("check_s", 0.0) + c.get("compile_s", 0.0) for c in costs)
+        rest = max(0.0, 1 - (timed + checked) / seconds)
+        outside = (
+            f"; {rest:.0%} of {seconds:.0f} s outside sampling, checks and compilation" if self.options.timing else ""
+        )
         self.reporter.note(f"run {result.run}: {said}{outside}")
         if counts.get("unsettled"):
             self.reporter.warn(
