@@ -35,8 +35,9 @@ def test_a_server_gets_records_of_its_own_point_by_point(server: ThreadingHTTPSe
     shape = ("--workload", "tiny", "--set", "requests=5", "--set", "max_output=3", "--slo-ttft", "60")
     where = ("--request-rate", "50,100", "--max-concurrency", "3", "--store", str(tmp_path / "history"))
     code, records, err = run(server, "chunked_prefill", *shape, *where)
-    assert code == 0, err
-    assert [(r["variant"], r["peer"], r["status"]) for r in records] == [("endpoint", "library", "passed")] * 2
+    assert code in (0, 3), err  # 3 where the sentinel saw a busy machine; a neighbour fails no test
+    assert [(r["variant"], r["peer"]) for r in records] == [("endpoint", "library")] * 2
+    assert {r["status"] for r in records} <= {"passed", "unsettled"}
     assert [r["dims"]["request_rate"] for r in records] == [50.0, 100.0]
     assert {r["dims"]["slots"] for r in records} == {3}
     for record in records:
