@@ -15,6 +15,7 @@ from harness.discover import VariantInfo
 from harness.errors import UsageError
 from harness.plan import Item
 from harness.runner import Settings
+from harness.sampling import MIN_SAMPLES
 from harness.serving.endpoint import Endpoint
 from harness.serving.peer import PeerResult, measure_peer
 from harness.serving.timeline import FINISHED
@@ -51,7 +52,7 @@ class PeerRunner:
         self.records: list[dict[str, Any]] = []
 
     def run(self, items: Sequence[Item]) -> None:
-        """Measures every serving workload once, or as many times as samples were asked for."""
+        """Measures every serving workload as often as our own, or as many times as samples were asked for."""
         serving = [item for item in items if item.technique.kind == "serve"]
         if not serving:
             names = ", ".join(item.technique.name for item in items)
@@ -79,7 +80,7 @@ class PeerRunner:
             return {**event, "status": "skipped", "reason": reason}
         spans: list[float] = []
         result: PeerResult | None = None
-        for sample in range(self.settings.samples or 1):
+        for sample in range(self.settings.samples or MIN_SAMPLES["serve"]):
             result = self.measure(
                 self.peer.endpoint,
                 workload,
