@@ -50,7 +50,7 @@ bench: $(VENV)/.bench
 	$(RUN) -m harness run || test $$? -eq 3
 
 test: $(VENV)/.dev
-	$(RUN) -m pytest -q -m "not slow"
+	$(RUN) -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev
 	$(RUN) -m pytest -q -m slow
