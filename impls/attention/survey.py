@@ -161,12 +161,11 @@ def timed(rows: list[tuple[Row, Candidate | None]], rounds: int, device: torch.d
         row.tflops = flops / (statistics.median(row.samples_ms) * 1e-3) / 1e12
 
 
-def survey_group(group: str, args: argparse.Namespace) -> list[Row]:
-    """Check each candidate of a group, then time the right ones beside the peers; rows in order of measuring."""
+def survey_group(group: str, args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
+    """Check each candidate of a group, then time the right ones beside the peers; `keep` gets each row once done."""
     cuda = torch.cuda.is_available() and not args.tiny
     device = torch.device("cuda" if cuda else "cpu")
     capability = torch.cuda.get_device_capability() if cuda else None
-    done: list[Row] = []
     ends = time.monotonic() + args.limit
     for direction, dim, causal in ((d, n, c) for n in args.dims for d in args.directions for c in (False, True)):
         chosen = [c for c in candidates(dim, causal, direction, capability) if c.group == group]
@@ -177,7 +176,7 @@ def survey_group(group: str, args: argparse.Namespace) -> list[Row]:
             )
             if time.monotonic() > ends:
                 row.check = "not reached in time"
-                done.append(row)
+                keep(row)
                 continue
             try:
                 if cuda and capability == (9, 0):
@@ -188,18 +187,19 @@ def survey_group(group: str, args: argparse.Namespace) -> list[Row]:
             if row.check == "right" and cuda:
                 right.append((row, candidate))
             else:
-                done.append(row)
+                keep(row)
         for seq in args.seqs if right else ():
             shape = [(Row(**{**asdict(row), "seq": seq, "samples_ms": []}), c) for row, c in right]
             peers = [(Row("torch", p, direction, dim, causal, seq, check="peer"), None) for p in PEERS]
             if time.monotonic() > ends:
-                done += [row for row, _ in shape]  # right, not timed
+                for row, _ in shape:  # right, not timed
+                    keep(row)
                 continue
             lanes: list[tuple[Row, Candidate | None]] = [*shape, *peers]
             timed(lanes, args.rounds, device)
-            done += [row for row, _ in lanes]
+            for row, _ in lanes:
+                keep(row)
         print(f"# {group} {direction} d={dim} {'causal' if causal else 'full'} done", file=sys.stderr, flush=True)
-    return done
 
 
 def table(rows: list[Row]) -> str:
@@ -247,15 +247,21 @@ def compile_rows(args: argparse.Namespace) -> list[Row]:
 
 
 def in_child(group: str, argv: list[str], limit: float) -> list[Row]:
-    """Run a group in a process of its own; on a crash or a hang one row says so."""
+    """Run a group in a process of its own; on a crash or a hang one more row says so, beside what was done by then."""
     command = [sys.executable, "-m", "impls.attention.survey", *argv, "--child", group, "--limit", str(limit)]
+    ending = ""
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit + 60)
-    except subprocess.TimeoutExpired:
-        return [Row(group, "all", "", 0, False, 0, check=f"error: no end after {limit + 60:.0f} s, killed")]
-    if done.returncode:
-        return [Row(group, "all", "", 0, False, 0, check=f"error: the process ended with {done.returncode}")]
-    return [Row(**raw) for raw in json.loads(done.stdout.splitlines()[-1])]
+        done = subprocess.run(command, stdout=subprocess.PIPE, timeout=limit + 60)
+        printed = done.stdout
+        if done.returncode:
+            ending = f"error: the process ended with {done.returncode}"
+    except subprocess.TimeoutExpired as error:
+        printed, ending = error.stdout or b"", f"error: no end after {limit + 60:.0f} s, killed"
+    lines = printed.decode().split("\n")[:-1]  # what follows the last line end is torn
+    rows = [Row(**json.loads(line)) for line in lines if line.startswith("{")]
+    if ending:
+        rows.append(Row(group, "the rest", "", 0, False, 0, check=ending))
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -267,20 +273,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64])
     parser.add_argument("--seqs", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--directions", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--limit", type=float, default=220.0, help="seconds a group may take")
     parser.add_argument("--out", default=os.environ.get("OUT"), help="folder for survey.json")
     parser.add_argument("--child", choices=GROUPS, help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if args.child:
-        print(json.dumps([asdict(row) for row in survey_group(args.child, args)]))
+        survey_group(args.child, args, lambda row: print(json.dumps(asdict(row)), flush=True))
         return 0
+    rows: list[Row] = []
     if args.compile:
         rows = compile_rows(args)
     elif args.tiny:
-        rows = survey_group("triton", args)
+        survey_group("triton", args, rows.append)
     elif torch.cuda.is_available():
-        rows = [row for group in GROUPS for row in in_child(group, given, args.limit)]
+        rows = [row for group in args.groups for row in in_child(group, given, args.limit)]
     else:
         print(
             "no GPU here: --compile shows what the compiler makes of the kernels, --tiny checks them", file=sys.stderr

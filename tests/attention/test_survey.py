@@ -84,13 +84,19 @@ def test_a_kernel_that_is_off_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_group_that_hangs_or_dies_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = json.dumps(asdict(survey.Row("hopper", "first", "forward", 64, False, 4096, check="right"))).encode() + b"\n"
+
     def hang(*_: Any, **__: Any) -> None:
-        raise subprocess.TimeoutExpired("survey", 1)
+        raise subprocess.TimeoutExpired("survey", 1, output=done + b'{"group": "hop')
 
     monkeypatch.setattr(subprocess, "run", hang)
-    assert "killed" in survey.in_child("hopper", [], 1.0)[0].check
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -11, ""))
-    assert "-11" in survey.in_child("hopper", [], 1.0)[0].check
+    first, rest = survey.in_child("hopper", [], 1.0)
+    assert (first.name, first.check) == ("first", "right"), "what was measured before the hang is kept"
+    assert "killed" in rest.check
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, -11, done))
+    first, rest = survey.in_child("hopper", [], 1.0)
+    assert first.name == "first"
+    assert "-11" in rest.check
 
 
 def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
@@ -109,7 +115,8 @@ def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
 def test_what_is_not_reached_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "checked", lambda *_: "right")
     namespace = survey.argparse.Namespace(tiny=True, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1)
-    rows = survey.survey_group("triton", namespace)
+    rows: list[survey.Row] = []
+    survey.survey_group("triton", namespace, rows.append)
     assert rows
     assert {row.check for row in rows} == {"not reached in time"}
 
