@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,6 +192,13 @@ def table(
         return None
     picked = list(getattr(event, "selection", {}).get("rows") or [])
     return picked[0] if picked and picked[0] < len(rows) else None
+
+
+@contextmanager
+def unfolded(label: str, key: str) -> Iterator[bool]:
+    """A fold, and whether it is open: what nobody looks at need not be drawn, and the page is there sooner."""
+    with st.expander(label, key=f"unfold {key}", on_change="rerun") as fold:
+        yield bool(fold.open)
 
 
 def _cell(value: Any) -> Any:

@@ -67,12 +67,20 @@ def _free(host: str, port: int) -> None:
 
 
 def _warm(store: str | None, branch: str) -> None:
-    """Open the history and import what the pages need, while the server starts."""
-    from dashboard.queries import coverage
+    """Open the history, import what the pages need and ask what they ask first, while the server starts."""
+    from dashboard import queries
     from dashboard.source import open_source
+    from harness.history import query
 
     source = open_source(store, branch)
     for name in VIEWS:
         importlib.import_module(f"dashboard.views.{name}")
-    if source.history is not None and source.state:
-        source.once("coverage", coverage)
+    if source.history is None or not source.state:
+        return
+    source.once("coverage", queries.coverage)
+    source.once("last runs", queries.last_runs)
+    source.judge()
+    source.once("facets", query.facets)
+    source.once("runs", queries.all_runs)
+    source.once("selections", queries.selections)
+    queries.keys_of(source.history, {}, "latency")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from dashboard.judging import Helper
 from harness.errors import PairbenchError
 from harness.history.engine import History
 from harness.history.order import find_order_repository
@@ -24,6 +25,8 @@ T = TypeVar("T")
 #: Seconds of judging before what was judged is shown: at first, and later, when each showing costs more.
 FIRST_SLICE_S: Final = 4.0
 SLICE_S: Final = 20.0
+#: Pairs of technique and GPU type to go from which on a process of its own judges them.
+APART: Final = 8
 #: The longest that judging waits, between two groups of series, for a page that is being drawn.
 YIELD_S: Final = 1.5
 #: Answers to one filter each that are kept; some hold thousands of points.
@@ -70,8 +73,10 @@ class Source:
     def close(self) -> None:
         """End judging, and let go of the history."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=10)
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout=10)
         if self.history is not None:
             self.history.close()
 
@@ -130,49 +135,77 @@ class Source:
         """A context in which a page is drawn: judging waits for it."""
         return _Drawing(self)
 
-    def judge(self) -> Judged:
-        """The verdicts so far; judging goes on in the background until there are all."""
+    def judge(self, apart: bool = True) -> Judged:
+        """The verdicts so far; judging goes on in the background until there are all. ``apart``: in a process of its
+        own where there is much to judge, so that pages are drawn meanwhile as fast as ever."""
         with self._lock:
             busy = self._thread is not None and self._thread.is_alive()
             fresh = self.judged.state == self.state
             if self.history is not None and not busy and not (fresh and self.judged.whole):
                 if not fresh:
                     self.judged = Judged(self.state, self.judged.verdicts, 0, None, True)
-                self._thread = threading.Thread(target=self._judge, args=(self.history, self.state), daemon=True)
+                self._thread = threading.Thread(target=self._judge, args=(self.history, self.state, apart), daemon=True)
                 self._thread.start()
             return self.judged
 
     def judge_now(self) -> Judged:
         """All verdicts, waited for."""
         while True:
-            found = self.judge()
+            found = self.judge(apart=False)
             if found.whole or self.history is None:
                 return found
             time.sleep(0.05)
 
-    def _judge(self, history: History, state: str) -> None:
+    def _judge(self, history: History, state: str, apart: bool) -> None:
         import duckdb
 
+        helper: Helper | None = None
         slice_s = FIRST_SLICE_S
-        while True:
-            try:
-                repository = history.repository.top if history.repository is not None else None
-                verdicts, waiting = judge_within(slice_s, history, None, find_acknowledged(repository), self._pause)
-                found = Judged(state, verdicts, waiting, None, waiting > 0)
-            except _Stopped:
-                return
-            except PairbenchError as err:
-                found = Judged(state, [], 0, str(err), False)
-            except ModuleNotFoundError as err:
-                found = Judged(state, [], 0, f"verdicts need {err.name}: pip install 'pairbench[history]'", False)
-            except duckdb.Error:
-                if self._stop.is_set():  # the history was closed under a query
+        try:
+            self._pause(0, 0)
+            while True:
+                try:
+                    # With nothing to spend, what is kept already is given, and what waits is counted.
+                    found = self._judge_slice(history, state, 0.0 if apart else slice_s)
+                except duckdb.Error:
+                    if self._stop.is_set():  # the history was closed under a query
+                        return
+                    raise
+                self.judged = found
+                if not found.running or self.state != state:
                     return
-                raise
-            slice_s = SLICE_S
-            self.judged = found
-            if not found.running or self.state != state:
-                return
+                if apart and helper is None:
+                    if found.waiting < APART:
+                        apart = False
+                        continue
+                    helper = Helper(self.store, self.branch)
+                apart = helper is not None and not self._ended(helper, slice_s)
+                slice_s = SLICE_S
+        except _Stopped:
+            return
+        finally:
+            if helper is not None:
+                helper.close()
+
+    def _judge_slice(self, history: History, state: str, budget_s: float) -> Judged:
+        try:
+            repository = history.repository.top if history.repository is not None else None
+            verdicts, waiting = judge_within(budget_s, history, None, find_acknowledged(repository), self._pause)
+            return Judged(state, verdicts, waiting, None, waiting > 0)
+        except PairbenchError as err:
+            return Judged(state, [], 0, str(err), False)
+        except ModuleNotFoundError as err:
+            return Judged(state, [], 0, f"verdicts need {err.name}: pip install 'pairbench[history]'", False)
+
+    def _ended(self, helper: Helper, seconds: float) -> bool:
+        """Whether the helper has ended, waited for so long at most; what it left is then judged here."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._stop.is_set():
+                raise _Stopped
+            if helper.wait(0.25):
+                return True
+        return False
 
     def _pause(self, done: int, total: int) -> None:
         """Between two groups of series: a page that is being drawn goes first."""

@@ -192,9 +192,9 @@ def _changes(found: list[lines.Line], judged: Judged) -> None:
 
 
 def _points(found: list[lines.Line]) -> None:
-    with st.expander("All points as a table, each with its command"):
-        parts.table(
-            [
+    with parts.unfolded("All points as a table, each with its command", "points") as seen:
+        if seen:
+            rows = [
                 {
                     "series": line.name,
                     "commit": short(point["commit"]),
@@ -214,6 +214,5 @@ def _points(found: list[lines.Line]) -> None:
                 }
                 for line in found
                 for point in line.points
-            ],
-            "points",
-        )
+            ]
+            parts.table(rows, "points")

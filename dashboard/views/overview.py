@@ -62,8 +62,10 @@ def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) 
         technique, gpu = [*(point.get("customdata") or []), "", ""][:2]
         if technique and parts.newly("coverage", (technique, gpu, len(rows))):
             parts.go_to(view, "technique", technique=technique, gpu=gpu)
-    with st.expander("The same as a table"):
-        picked = parts.table([_row(row) for row in rows], "coverage", select=True)
+    picked = None
+    with parts.unfolded("The same as a table", "coverage") as seen:
+        if seen:
+            picked = parts.table([_row(row) for row in rows], "coverage", select=True)
     if picked is not None and parts.newly("coverage row", (picked, len(rows))):
         parts.go_to(view, "technique", technique=rows[picked]["technique"], gpu=rows[picked]["gpu"])
 

@@ -173,7 +173,8 @@ def _code(info: Technique | None, commit: str | None) -> None:
     parts.plain(f"{info.module}  ({info.path.name})")
     if target:
         st.link_button("Open at its repository", target, icon=":material/open_in_new:")
-    with st.expander("Read it here"):
-        st.code(info.path.read_text(encoding="utf-8", errors="replace")[:MOST_CODE], language="python")
+    with parts.unfolded("Read it here", "code") as seen:
+        if seen:
+            st.code(info.path.read_text(encoding="utf-8", errors="replace")[:MOST_CODE], language="python")
     st.caption("Variants:")
     parts.plain(cut(", ".join(v.name + (f" ({v.peer} peer)" if v.peer else "") for v in info.variants), 400))

@@ -244,17 +244,19 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Draws a page over a store: ``draw("history", store, technique="x")``."""
+    """Draws a page over a store: ``draw("history", store, technique="x")``; ``unfold`` names a fold that is open."""
     from streamlit.testing.v1 import AppTest
     from streamlit.util import calc_hash
 
-    def drawn(page: str, store: Path | str, **query: str) -> Any:
+    def drawn(page: str, store: Path | str, unfold: str = "", **query: str) -> Any:
         monkeypatch.setenv("PAIRBENCH_DASHBOARD_STORE", str(store))
         test = AppTest.from_file(str(APP), default_timeout=60)
         # AppTest switches only to files of a folder "pages"; the hash is what the browser sends for a page's name.
         test._page_hash = calc_hash(page) if page != "overview" else ""
         for name, value in query.items():
             test.query_params[name] = value
+        if unfold:
+            test.session_state[f"unfold {unfold}"] = True
         return test.run()
 
     return drawn

@@ -31,7 +31,7 @@ def codes(page: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_draws_over_a_whole_history(name: str, draw: Draw, stores: Stores, judged: Any) -> None:
-    page = draw(name, stores["whole"])
+    page = draw(name, stores["whole"], unfold="points")
     assert not page.exception, page.exception[0].message
     assert [element.value.lower() for element in page.title] == [name]
     assert not page.error
@@ -51,7 +51,7 @@ def test_an_empty_store_says_what_to_do(name: str, draw: Draw, stores: Stores) -
 
 @pytest.mark.parametrize("name", PAGES)
 def test_damage_and_a_newer_schema_are_named_and_the_rest_is_shown(name: str, draw: Draw, stores: Stores) -> None:
-    page = draw(name, stores["damaged"])
+    page = draw(name, stores["damaged"], unfold="points")
     assert not page.exception
     text = said(page)
     assert "written by a newer pairbench" in text
@@ -157,7 +157,7 @@ def test_a_planted_step_is_marked_and_opens_from_its_verdict(draw: Draw, stores:
 
 
 def test_every_point_has_a_command(draw: Draw, stores: Stores, judged: Any) -> None:
-    page = draw("history", stores["whole"], technique="add_rms_norm", gpu="h200")
+    page = draw("history", stores["whole"], unfold="points", technique="add_rms_norm", gpu="h200")
     traces = [t for t in json.loads(page.get("plotly_chart")[0].proto.spec)["data"] if t.get("mode") == "lines+markers"]
     assert traces
     for trace in traces:
@@ -167,6 +167,17 @@ def test_every_point_has_a_command(draw: Draw, stores: Stores, judged: Any) -> N
     table = page.dataframe[-1].value
     assert table["reproduce"].str.contains("pairbench run add_rms_norm").all()
     assert any("pairbench run add_rms_norm" in code for code in codes(page))
+
+
+@pytest.mark.parametrize(("name", "fold"), [("overview", "coverage"), ("history", "points"), ("technique", "code")])
+def test_what_is_folded_is_drawn_when_it_is_unfolded(
+    name: str, fold: str, draw: Draw, stores: Stores, judged: Any
+) -> None:
+    query = {"technique": "add_rms_norm"} if name != "overview" else {}
+    closed, opened = draw(name, stores["whole"], **query), draw(name, stores["whole"], unfold=fold, **query)
+    assert not opened.exception
+    count = [len(page.code) + len(page.dataframe) for page in (closed, opened)]
+    assert count[1] == count[0] + 1
 
 
 def test_what_was_not_run_is_a_gap_and_a_sign_never_a_zero(draw: Draw, stores: Stores, judged: Any) -> None:
