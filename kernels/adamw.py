@@ -12,10 +12,10 @@ Bytes through device memory, a parameter:
     fused  float32 parameters: read g, w, m, v (16), write w, m, v (12): 28
            16-bit parameters:  read g (2) and master, m, v (12), write master, m, v (12) and the parameter (2): 28
 
-Design. The parameters are cut into chunks of 2,048 elements. A table on the device holds the tensors' addresses,
+Design. The parameters are cut into chunks of 1,024 elements. A table on the device holds the tensors' addresses,
 another each chunk's tensor and number, so one launch serves many small and few large tensors alike; the tables are
 made once, and only the gradients' addresses are written again when they change. A thread takes 4 elements: 16 bytes of
-each float32 tensor and 8 of the 16-bit ones, in one layout, so nothing passes through shared memory; 64 warps a
+each float32 tensor and 8 of the 16-bit ones, in one layout, so nothing passes through shared memory; 48 warps a
 multiprocessor keep some 110 KiB of loads in flight and hide the look-ups. Tensors whose addresses are not multiples of
 16 bytes, and each combination of dtypes, get a launch of their own. With the step on the device, a small kernel counts
 it and makes the bias corrections, so that a captured graph keeps counting.
@@ -36,9 +36,9 @@ import triton.language as tl
 
 from kernels._rows import check_beside, check_float, on_device_of
 
-CHUNK = 2048
-_WARPS = 16  # 4 elements a thread
-_REGISTERS = 32  # 64 warps a multiprocessor
+CHUNK = 1024
+_WARPS = 8  # 4 elements a thread
+_REGISTERS = 40  # 48 warps a multiprocessor
 _TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 

@@ -13,11 +13,13 @@ Bytes through device memory, per element of e bytes:
 The rest (weight, rstd, the partial weight gradients) is below 2 % for rows that fill the chip.
 
 Design. A tile is as many whole rows as make about 4,096 elements, so a row is read once and stays in registers
-between the reduction and the scaling. The grid is persistent: each program walks over tiles with a stride of the
-grid, keeps the weight in registers, and issues the loads of its next tile before it reduces the present one, so
-that the reduction's latency hides behind memory traffic. The backward keeps its share of the weight gradient in
-float32 registers and writes one partial row per program; a second kernel adds the partial rows in a fixed order.
-No atomics, so the gradient is the same to the bit from run to run. Offsets are 64 bits wide.
+between the reduction and the scaling. The forward gives each program one tile and loads all that it needs at once:
+nothing is carried from tile to tile, and the programs that are resident overlap each other's reductions with their
+traffic better than a loop with its next loads under way does. The backward sums the weight's gradient over rows, so
+its grid is persistent: each program walks over tiles with a stride of the grid, issues the loads of its next tile
+before it reduces the present one, keeps its share of the weight gradient in float32 registers and writes one partial
+row; a second kernel adds the partial rows in a fixed order. No atomics, so the gradient is the same to the bit from
+run to run. Offsets are 64 bits wide.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 3; the split of the weight
 gradient into partial rows follows the layer-norm tutorial of Triton.
@@ -46,33 +48,44 @@ from kernels._tiles import load_tile, sum_rows
 MAX_COLUMNS = 16_384
 
 
-class Launch(NamedTuple):
-    """The shape of one launch, by row length; the one place to tune."""
+class ForwardLaunch(NamedTuple):
+    """The shape of a forward launch, by row length; the one place to tune."""
 
     tile_rows: int
     block: int  # columns padded to a power of two
+    warps: int
+
+
+class BackwardLaunch(NamedTuple):
+    """The shape of a backward launch, by row length; the one place to tune."""
+
+    tile_rows: int
+    block: int
     warps: int
     programs: int  # a multiprocessor
     registers: int  # a thread, so that all these programs are resident at once
     prefetch: bool  # whether the next tile's loads are issued before the present tile is reduced
 
 
-def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
-    """A thread holds 32 bytes of each tensor (two 16-byte accesses), and every program is resident at once.
+def forward_shape(columns: int, itemsize: int) -> ForwardLaunch:
+    """A thread holds 64 bytes of each tensor: four 16-byte accesses under way for each."""
+    block = triton.next_power_of_2(columns)
+    tile_rows = max(1, 4096 // block)
+    return ForwardLaunch(tile_rows, block, min(32, max(2, tile_rows * block * itemsize // 2048)))
 
-    The forward of whole-row tiles then fits 32 warps a multiprocessor in the register file, beside the tile that
-    is on its way. Tiles of several rows need more addresses, and the backward more live values and a partial row
-    for each program, so they run 16. The longest rows leave no registers to load ahead into.
+
+def backward_shape(columns: int, itemsize: int) -> BackwardLaunch:
+    """A thread holds 32 bytes of each tensor, and every program is resident at once: 16 warps a multiprocessor.
+
+    Its live values and its partial row leave registers for no more; the longest rows load nothing ahead.
     """
     block = triton.next_power_of_2(columns)
-    tile_rows = max(1, (2048 if backward else 4096) // block)
+    tile_rows = max(1, 2048 // block)
     warps = max(4, tile_rows * block * itemsize // 1024)
-    most = 16 if backward else 32
-    prefetch = warps <= most
-    resident = 16 if backward or tile_rows > 1 else 32
-    warps = min(32 if warps > 2 * most else most, warps)
-    programs = max(1, resident // warps)
-    return Launch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
+    prefetch = warps <= 16
+    warps = min(32 if warps > 32 else 16, warps)
+    programs = max(1, 16 // warps)
+    return BackwardLaunch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
 
 
 @triton.jit
@@ -90,40 +103,25 @@ def _forward_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    start = tl.program_id(0).to(tl.int64) * ROWS
-
-    if PREFETCH:
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-        residual_next = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
-    while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & in_row
-        if PREFETCH:
-            x = x_next
-            residual = residual_next
-            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
-            residual_next = load_tile(residual_ptr, residual_stride, start + step, rows, column, in_row, ROWS)
-        else:
-            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-            residual = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
-        # The norm is that of the rounded sum, which is what the caller gets and what the backward reads.
-        rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + row * COLUMNS + column, rounded, mask=mask)
-        summed = rounded.to(tl.float32)
-        mean_square = tl.sum(summed * summed, axis=1, keep_dims=True) / COLUMNS
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
-        if not PREFETCH:
-            weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last")
-        out = summed * rstd * weight.to(tl.float32)
-        tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(rstd_ptr + row, rstd, mask=row < rows)
-        start += step
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    mask = in_row if ROWS == 1 else (row < rows) & in_row
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0, eviction_policy="evict_first")
+    residual = tl.load(
+        residual_ptr + row * residual_stride + column, mask=mask, other=0.0, eviction_policy="evict_first"
+    )
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
+    # The norm is that of the rounded sum, which is what the caller gets and what the backward reads.
+    rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
+    tl.store(summed_ptr + row * COLUMNS + column, rounded, mask=mask)
+    summed = rounded.to(tl.float32)
+    mean_square = tl.sum(summed * summed, axis=1, keep_dims=True) / COLUMNS
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+    out = summed * rstd * weight.to(tl.float32)
+    tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
@@ -211,10 +209,9 @@ def add_rms_norm_forward(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows == 0:
         return out, summed, rstd
-    launch = launch_shape(columns, x.element_size(), backward=False)
-    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device) * launch.programs),)
+    launch = forward_shape(columns, x.element_size())
     with on_device_of(x):
-        _forward_kernel[grid](
+        _forward_kernel[(triton.cdiv(rows, launch.tile_rows),)](
             x_rows,
             residual_rows,
             weight,
@@ -228,9 +225,7 @@ def add_rms_norm_forward(
             COLUMNS=columns,
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
-            PREFETCH=launch.prefetch,
             num_warps=launch.warps,
-            maxnreg=launch.registers,
         )
     return out, summed, rstd
 
@@ -268,7 +263,7 @@ def add_rms_norm_backward(
     grad_in = torch.empty(summed.shape, dtype=summed.dtype, device=summed.device)
     if rows == 0:
         return grad_in, torch.zeros_like(weight)
-    launch = launch_shape(columns, summed.element_size(), backward=True)
+    launch = backward_shape(columns, summed.element_size())
     grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(summed.device) * launch.programs),)
     partial = torch.empty((grid[0], columns), dtype=torch.float32, device=summed.device)
     with on_device_of(summed):

@@ -223,8 +223,9 @@ def test_offsets_past_two_to_the_31():
     param = torch.ones(count, dtype=torch.bfloat16, device="cuda")
     optimizer = AdamW([param], lr=0.5, weight_decay=0.0)
     optimizer.step([param.clone()])
-    assert optimizer.masters[0].min() == optimizer.masters[0].max()
-    assert optimizer.masters[0][-1].item() == pytest.approx(0.5, rel=1e-6)
+    # Whole chunks and the last one are two paths, which need not contract their products alike.
+    lowest, highest = (bound.item() for bound in torch.aminmax(optimizer.masters[0]))
+    assert (lowest, highest) == pytest.approx((0.5, 0.5), rel=1e-5)
     assert torch.equal(param[-3:].float(), torch.full((3,), 0.5, device="cuda"))
 
 

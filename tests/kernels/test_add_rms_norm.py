@@ -8,7 +8,8 @@ from kernels.add_rms_norm import (
     add_rms_norm,
     add_rms_norm_backward,
     add_rms_norm_forward,
-    launch_shape,
+    backward_shape,
+    forward_shape,
 )
 
 EPS = 1e-6
@@ -175,36 +176,35 @@ def test_bad_rstd_is_named():
 
 def jobs(columns, pointer, itemsize):
     common = {"weight_ptr": pointer, "rstd_ptr": "*fp32", "rows": "i32", "COLUMNS": columns}
-    shapes = [launch_shape(columns, itemsize, backward=backward) for backward in (False, True)]
     forward = dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "summed_ptr"), pointer)
     forward |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
     backward = dict.fromkeys(("grad_out_ptr", "grad_summed_ptr", "summed_ptr", "grad_in_ptr"), pointer)
     backward |= dict.fromkeys(("grad_out_stride", "grad_summed_stride", "summed_stride"), "i32")
     backward |= {"partial_ptr": "*fp32", "HAS_GRAD_SUMMED": True}
-    return shapes, [
+    one, many = forward_shape(columns, itemsize), backward_shape(columns, itemsize)
+    backward["PREFETCH"] = many.prefetch
+    return [
         {
             "kernel": f"kernels.add_rms_norm:{name}",
-            "arguments": common
-            | specific
-            | {"BLOCK": shape.block, "ROWS": shape.tile_rows, "PREFETCH": shape.prefetch},
+            "arguments": common | specific | {"BLOCK": shape.block, "ROWS": shape.tile_rows},
             "warps": shape.warps,
-            "options": {"maxnreg": shape.registers},
+            "options": options,
+            "resident": resident,
         }
-        for name, specific, shape in zip(
-            ("_forward_kernel", "_backward_kernel"), (forward, backward), shapes, strict=True
+        for name, specific, shape, options, resident in (
+            ("_forward_kernel", forward, one, {}, 1),
+            ("_backward_kernel", backward, many, {"maxnreg": many.registers}, many.programs),
         )
     ]
 
 
 def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes(compile_for_hopper):
-    launches, work = [], []
+    work = []
     for columns, pointer, itemsize in [(4096, "*bf16", 2), (5120, "*fp32", 4), (16384, "*bf16", 2)]:
-        shapes, more = jobs(columns, pointer, itemsize)
-        launches += shapes
-        work += more
-    for shape, job, report in zip(launches, work, compile_for_hopper(work), strict=True):
+        work += jobs(columns, pointer, itemsize)
+    for job, report in zip(work, compile_for_hopper(work), strict=True):
         assert report["stack"] == 0, job
-        assert report["registers"] * 32 * shape.warps * shape.programs <= 65_536, job
+        assert report["registers"] * 32 * job["warps"] * job["resident"] <= 65_536, job
         narrow = {access for access in report["accesses"] if not access.endswith("v4.b32")}
         assert narrow <= {"ld.b32", "st.b32"}, job  # rstd, one a row
         assert report["accesses"]["ld.v4.b32"] >= 4
