@@ -16,7 +16,7 @@ Design. The parameters are cut into chunks of 1,024 elements. A table on the dev
 another each chunk's tensor and number, so one launch serves many small and few large tensors alike; the tables are
 made once, and only the gradients' addresses are written again when they change. A thread takes 4 elements: 16 bytes of
 each float32 tensor and 8 of the 16-bit ones, in one layout, so nothing passes through shared memory; 48 warps a
-multiprocessor keep some 110 KiB of loads in flight and hide the look-ups. Tensors whose addresses are not multiples of
+multiprocessor keep some 80 KiB of loads in flight and hide the look-ups. Tensors whose addresses are not multiples of
 16 bytes, and each combination of dtypes, get a launch of their own. With the step on the device, a small kernel counts
 it and makes the bias corrections, so that a captured graph keeps counting.
 

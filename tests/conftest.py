@@ -19,6 +19,25 @@ if not _HAS_GPU:
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+# A box to measure on needs no extras; its GPU tests run without the rooms that do. Elsewhere a lack is an error.
+_ROOM_NEEDS = {
+    "asv": ("asv", "virtualenv"),
+    "dashboard": ("streamlit", "plotly", "duckdb"),
+    "history": ("duckdb",),
+    "regress": ("duckdb", "ruptures"),
+}
+collect_ignore = [
+    room
+    for room, packages in _ROOM_NEEDS.items()
+    if _HAS_GPU and any(importlib.util.find_spec(package) is None for package in packages)
+]
+
+
+def pytest_report_header() -> list[str]:
+    """Say which rooms are left out, and why."""
+    return [f"left out, for want of {' or '.join(_ROOM_NEEDS[room])}: tests/{room}" for room in collect_ignore]
+
+
 def _gpus() -> int:
     if not _HAS_GPU or importlib.util.find_spec("torch") is None:
         return 0
