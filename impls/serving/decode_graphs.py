@@ -7,8 +7,10 @@ next bucket: padding rows have no slot to write to and no position to attend to.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +21,7 @@ from impls.serving.paged_cache import Layout
 from impls.serving.pending import fill_pending
 from impls.serving.request import PENDING
 from impls.serving.scheduler import Chunk
+from impls.serving.to_device import to_device
 
 if TYPE_CHECKING:
     from impls.serving.runner import ModelRunner
@@ -35,7 +38,8 @@ class DecodeGraphs:
     """Graphs of the runner's decode step, largest first, in one memory pool: the smaller ones reuse its memory."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+        # The runner holds the graphs: held both ways, cache and graphs would outlive their last user.
+        self.runner = cast("ModelRunner", weakref.proxy(runner))
         self.largest = runner.config.max_running
         self.sizes = buckets(self.largest)
         device = runner.device
@@ -46,13 +50,18 @@ class DecodeGraphs:
         self.inputs = torch.zeros(6, self.largest, dtype=torch.int64, device=device)
         self.inputs[[2, 5]] = -1
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        # One stream to warm up on: the library keeps a workspace for every stream that it has seen.
+        self.stream = torch.cuda.Stream(device) if pinned else None
+        # What a collection frees in the middle of a capture (another engine's graphs, say) can spoil it.
+        gc.collect()
         pool: Any = None
         for size in reversed(self.sizes):
             pool = self._capture(size, pool)
 
     @torch.inference_mode()
     def _capture(self, size: int, pool: Any) -> Any:
-        stream = torch.cuda.Stream(self.runner.device)
+        stream = self.stream
+        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self.runner.device))
         with torch.cuda.stream(stream):
             # Compilation and the libraries' own set-up must not be captured.
@@ -109,4 +118,4 @@ class DecodeGraphs:
         if all(chunk.samples for chunk in chunks):
             return logits[:count]
         picked = [row for row, chunk in enumerate(chunks) if chunk.samples]
-        return logits[torch.tensor(picked, device=self.runner.device)]
+        return logits[to_device(torch.tensor(picked), self.runner.device)]

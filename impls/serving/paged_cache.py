@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from impls.model.config import ModelConfig
+from impls.serving.to_device import to_device
 
 
 class PagedCache:
@@ -52,7 +53,7 @@ class PagedCache:
         """Copies device blocks to host blocks: gathered on the device first, so that the link sees whole blocks."""
         if not moves:
             return
-        device_blocks = torch.tensor([source for source, _ in moves], device=self.kv.device)
+        device_blocks = to_device(torch.tensor([source for source, _ in moves]), self.kv.device)
         packed = self.kv[:, :, device_blocks].permute(2, 0, 1, 3, 4, 5).contiguous()
         for row, (_, host_block) in enumerate(moves):
             self.host[host_block].copy_(packed[row], non_blocking=True)
@@ -64,7 +65,7 @@ class PagedCache:
         packed = torch.empty(len(moves), *self.host.shape[1:], dtype=self.kv.dtype, device=self.kv.device)
         for row, (host_block, _) in enumerate(moves):
             packed[row].copy_(self.host[host_block], non_blocking=True)
-        device_blocks = torch.tensor([target for _, target in moves], device=self.kv.device)
+        device_blocks = to_device(torch.tensor([target for _, target in moves]), self.kv.device)
         self.kv[:, :, device_blocks] = packed.permute(1, 2, 0, 3, 4, 5)
 
 

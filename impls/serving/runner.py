@@ -19,6 +19,7 @@ from impls.serving.pending import fill_pending
 from impls.serving.request import PENDING, Sequence
 from impls.serving.sampler import Draws, sample
 from impls.serving.scheduler import Chunk, EngineConfig, Step
+from impls.serving.to_device import to_device
 
 #: Rows of every pass of the batch-invariant mode: one shape, so that a library has no choice of algorithm to make.
 INVARIANT_ROWS = 64
@@ -105,7 +106,7 @@ class ModelRunner:
         drawing = [chunk.sequence for chunk in chunks if chunk.samples]
         self.drawn_rows = {sequence: row for row, sequence in enumerate(drawing)}
         if not drawing:
-            return list
+            return _collector(self.drawn[:0], [])
         draws = Draws.of([(sequence.sampling, len(sequence.tokens)) for sequence in drawing], self.device)
         tokens = sample(logits, draws)
         self.drawn[: len(drawing)] = tokens
@@ -127,7 +128,7 @@ class ModelRunner:
         ends = [layout.host_starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
         if not ends:
             return hidden.new_empty(0, self.vocab)
-        picked = torch.tensor(ends, device=self.device)
+        picked = to_device(torch.tensor(ends), self.device)
         # In the invariant mode the output layer sees every row, so that it too has one shape.
         logits: Tensor = self.model.lm_head(hidden if rows else hidden[picked])
         return logits[picked] if rows else logits
@@ -176,8 +177,8 @@ class ModelRunner:
             starts.append(at)
             lengths.append(stop)
         tables = self.tables.of(chunks)
-        on_device = _to_device(torch.from_numpy(packed), self.device)
-        bounds = _to_device(torch.tensor([*lengths, *starts], dtype=torch.int32), self.device)
+        on_device = to_device(torch.from_numpy(packed), self.device)
+        bounds = to_device(torch.tensor([*lengths, *starts], dtype=torch.int32), self.device)
         layout = Layout(
             slots_T=on_device[2],
             tables_BN=tables,
@@ -241,7 +242,7 @@ class BlockTables:
         """The tables of these chunks' sequences, in their order."""
         rows = [self.row(chunk.sequence) for chunk in chunks]
         self.sync()
-        return self.device[_to_device(torch.tensor(rows), self.device.device)]
+        return self.device[to_device(torch.tensor(rows), self.device.device)]
 
     def drop(self, sequence: Sequence) -> None:
         """Frees the row of a sequence, if it has one."""
@@ -272,9 +273,12 @@ def with_parts(model: Decoder, parts: Parts) -> Decoder:
 
 
 def _collector(tokens_B: Tensor, rows: Items[int]) -> Callable[[], list[int]]:
-    """Waits for the tokens, and gives them in the order of ``rows``."""
+    """Waits for the tokens, and gives them in the order of ``rows``.
+
+    A launch that draws none is waited for all the same: what the host reuses two launches later must have been read.
+    """
     if tokens_B.device.type == "cpu":
-        return lambda: tokens_B[torch.tensor(rows)].tolist()
+        return lambda: tokens_B[torch.tensor(rows, dtype=torch.int64)].tolist()
     host = torch.empty(tokens_B.shape, dtype=tokens_B.dtype, pin_memory=True)
     host.copy_(tokens_B, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -286,8 +290,3 @@ def _collector(tokens_B: Tensor, rows: Items[int]) -> Callable[[], list[int]]:
         return [tokens[row] for row in rows]
 
     return collect
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from impls.serving.engine import NOT_A_TOKEN
 from impls.serving.request import Sampling
+from impls.serving.to_device import to_device
 
 #: The nucleus is looked for among so many candidates first; almost always it is there, and nothing is sorted in full.
 CANDIDATES = 1024
@@ -51,10 +52,10 @@ class Draws:
         ]
         temperatures, top_ks, top_ps, keys = zip(*columns, strict=True)
         return Draws(
-            temperatures_B=torch.tensor(temperatures, dtype=torch.float32).to(device, non_blocking=True),
-            top_ks_B=torch.tensor(top_ks, dtype=torch.int64).to(device, non_blocking=True),
-            top_ps_B=torch.tensor(top_ps, dtype=torch.float32).to(device, non_blocking=True),
-            keys_B=torch.tensor(keys, dtype=torch.int64).to(device, non_blocking=True),
+            temperatures_B=to_device(torch.tensor(temperatures, dtype=torch.float32), device),
+            top_ks_B=to_device(torch.tensor(top_ks, dtype=torch.int64), device),
+            top_ps_B=to_device(torch.tensor(top_ps, dtype=torch.float32), device),
+            keys_B=to_device(torch.tensor(keys, dtype=torch.int64), device),
             most_k=max(top_ks),
             any_top_p=any(p < 1.0 for p in top_ps),
         )

@@ -22,11 +22,40 @@ SMALL = ModelConfig(
 CONFIG = EngineConfig(max_running=3, max_step_tokens=24, block_size=16, num_blocks=24, context=64)
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def answers(engine, requests):
+    """The tokens of each request, and how each ended."""
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    ends: dict[str, str] = {}
+
+    def keep(output: Output) -> None:
+        if output.token is not None:
+            tokens[output.id].append(output.token)
+        if output.finished is not None:
+            ends[output.id] = f"{output.finished} {output.reason}".strip()
+
+    engine.serve(requests, keep)
+    return tokens, ends
+
+
+def differences(found, want, ends):
+    """One line for each answer that is not the wanted one: where they part, and how it ended."""
+    lines = []
+    for key, tokens in want.items():
+        if found[key] != tokens:
+            same = next((i for i, (a, b) in enumerate(zip(found[key], tokens, strict=False)) if a != b), None)
+            place = min(len(found[key]), len(tokens)) if same is None else same
+            lines.append(f"{key} ({ends.get(key)}) parts at token {place}: {found[key]} instead of {tokens}")
+    return lines
+
+
 class Forwards(DecodeGraphs):
     """Runs the captured pass anew at each replay, on the same static inputs and into the same static logits."""
 
     def _capture(self, size, pool):
-        logits = torch.zeros(size, SMALL.vocab_size)
+        logits = torch.zeros(size, SMALL.vocab_size, device=DEVICE)
         self.replays = getattr(self, "replays", [])
 
         class Replay:
@@ -48,7 +77,7 @@ def test_buckets_hold_every_batch_and_end_at_the_largest():
 
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_decode_steps_are_replayed_in_buckets_and_right(lookahead):
-    model = load_model(shape=SMALL, seed=2)
+    model = load_model(shape=SMALL, seed=2, device=DEVICE)
     config = replace(CONFIG, lookahead=lookahead)
     runner = ModelRunner(model, config, kernels=True, graphs=False)
     runner.graphs = Forwards(runner)
@@ -58,14 +87,8 @@ def test_decode_steps_are_replayed_in_buckets_and_right(lookahead):
         Request(f"r{i}", [(7 * i + j) % 256 for j in range(p)], Sampling(max_tokens=n))
         for i, (p, n) in enumerate(lengths)
     ]
-    tokens: dict[str, list[int]] = {r.id: [] for r in requests}
-
-    def keep(output: Output) -> None:
-        if output.token is not None:
-            tokens[output.id].append(output.token)
-
-    engine.serve(requests, keep)
-    assert tokens == {r.id: plain_tokens(model, r) for r in requests}
+    found, ends = answers(engine, requests)
+    assert not differences(found, {r.id: plain_tokens(model, r) for r in requests}, ends)
     assert {1, 2, 3} >= set(runner.graphs.replays)
     assert len(runner.graphs.replays) >= 3
 
@@ -86,11 +109,12 @@ def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps():
         Request(f"r{i}", [(7 * i + j) % 512 for j in range(5 + 9 * i)], Sampling(max_tokens=4 + 3 * i))
         for i in range(6)
     ]
-    found = []
+    want = {request.id: plain_tokens(model, request) for request in requests}
+    problems = []
     for graphs in (False, True):
-        config = replace(CONFIG, lookahead=graphs)
-        engine = Engine(ModelRunner(model, config, graphs=graphs), config)
-        tokens: dict[str, list[int]] = {r.id: [] for r in requests}
-        engine.serve(requests, lambda o, t=tokens: t[o.id].append(o.token) if o.token is not None else None)
-        found.append(tokens)
-    assert found[0] == found[1] == {r.id: plain_tokens(model, r) for r in requests}
+        for lookahead in (False, True):
+            config = replace(CONFIG, context=128, lookahead=lookahead)
+            runner = ModelRunner(model, config, graphs=graphs)
+            found, ends = answers(Engine(runner, config), requests)
+            problems += [f"graphs={graphs} lookahead={lookahead}: {line}" for line in differences(found, want, ends)]
+    assert not problems, "\n".join(problems)
