@@ -18,6 +18,7 @@ sys.path[:0] = [] if str(Path(__file__).parents[1]) in sys.path else [str(Path(_
 
 from dashboard import address, parts  # noqa: E402
 from dashboard.source import Source, open_source  # noqa: E402
+from dashboard.text import esc  # noqa: E402
 from dashboard.theme import BLUE, ORANGE, SKY  # noqa: E402
 from dashboard.views import (  # noqa: E402
     compare,
@@ -48,6 +49,7 @@ STYLE = """
 <style>
 .block-container {padding: 4rem 2rem 2rem; max-width: 1500px;}
 @media (max-width: 640px) {.block-container {padding-left: 0.8rem; padding-right: 0.8rem;}}
+.store {font-family: monospace; font-size: 0.85rem; overflow-wrap: anywhere;}
 h1 {font-size: 1.9rem !important; padding: 0 !important;}
 </style>
 """
@@ -139,7 +141,9 @@ def follow(source: Source) -> None:
 
     st.fragment(watch, run_every=REMOTE_S if remote else LOCAL_S)()
     st.caption("Reading, and following what is added:")
-    st.code("\n".join(source.urls()), language=None, wrap_lines=True)
+    # No st.code: it would load the highlighter of every language before a page is drawn.
+    lines = zip(source.names(), source.urls(), strict=True)
+    st.html("".join(f"<div class='store' title='{esc(url)}'>{esc(name)}</div>" for name, url in lines))
 
 
 main()

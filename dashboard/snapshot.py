@@ -98,7 +98,7 @@ def html_page(snapshot: Snapshot) -> str:
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>pairbench</title>"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<meta name='viewport' content='width=device-width,initial-scale=1'><style>{STYLE}</style></head><body>"
-        f"<h1>pairbench</h1><p>Taken {esc(snapshot.made)} from {esc(', '.join(snapshot.source.urls()))}</p>"
+        f"<h1>pairbench</h1><p>Taken {esc(snapshot.made)} from {esc(', '.join(snapshot.source.names()))}</p>"
         "<nav><a href='#coverage'>Overview</a><a href='#verdicts'>Regressions</a><a href='#series'>Series</a>"
         "<a href='#words'>Words</a></nav>"
     )

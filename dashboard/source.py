@@ -11,13 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dashboard.judging import Helper
 from harness.errors import PairbenchError
 from harness.history.engine import History
 from harness.history.order import find_order_repository
-from harness.history.store import Store, stores_to_read
+from harness.history.store import Store, checkout_store, default_store, stores_to_read
 from harness.regress.acknowledge import find_acknowledged
 from harness.regress.verdicts import Verdict, judge_within
 
@@ -85,6 +86,10 @@ class Source:
         if self.history is not None:
             return [store.url for store in self.history.stores]
         return [self.store or "your own history and the checkout's"]
+
+    def names(self) -> list[str]:
+        """The stores as a person calls them: no path that tells of the machine."""
+        return [store_name(url) for url in self.urls()]
 
     def refresh(self) -> None:
         """Take in what is new. What goes wrong stands in ``problem``; what was read before is then shown on."""
@@ -229,6 +234,22 @@ class _Drawing:
 
     def __exit__(self, *_: object) -> None:
         self._source._drawing -= 1
+
+
+def store_name(url: str) -> str:
+    """A store in few words: the user's own, a place in the checkout, else the last folder; a URL as it is, without
+    what it signs in with."""
+    if "://" in url:
+        scheme, _, rest = url.partition("://")
+        host, slash, path = rest.partition("/")
+        return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+    folder = Path(url).resolve()
+    checkout = checkout_store()
+    if folder == default_store().resolve():
+        return "your own history"
+    if checkout is not None and folder.is_relative_to(top := checkout.resolve().parents[1]):
+        return folder.relative_to(top).as_posix() if folder != top else top.name
+    return folder.name or url
 
 
 _SOURCES: dict[tuple[str | None, str], Source] = {}

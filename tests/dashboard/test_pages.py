@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -270,3 +271,30 @@ def test_an_accepted_change_stays_visible_with_its_reason(
     assert "onerror" not in said(page)
     hidden = draw("regressions", tmp_path / "copy", accepted="hide", technique="add_rms_norm")
     assert "No verdict fits" in said(hidden)
+
+
+@pytest.mark.parametrize("name", ["overview", "runs"])
+def test_a_page_names_its_store_without_the_path_of_a_machine(
+    name: str, draw: Draw, stores: Stores, judged: Any
+) -> None:
+    page = draw(name, stores["whole"])
+    shown = [element.proto.body for element in page.sidebar.get("html")]
+    assert any(">whole<" in body for body in shown)
+    visible = " ".join([said(page), *codes(page), *(text.value for text in page.text)])
+    assert str(stores["whole"].parent) not in visible + re.sub(r"title='[^']*'", "", " ".join(shown))
+
+
+def test_a_store_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dashboard.source import store_name
+    from harness.history.store import checkout_store
+
+    monkeypatch.setenv("PAIRBENCH_DATA", str(tmp_path / "data"))
+    assert store_name(str(tmp_path / "data" / "history")) == "your own history"
+    assert store_name(str(checkout_store())) == "results/history"
+    assert store_name(str(tmp_path / "nightly")) == "nightly"
+    assert store_name("s3://bucket/history") == "s3://bucket/history"
+    assert store_name("https://key:secret@host/history") == "https://host/history"
+
+
+def test_the_first_page_loads_no_highlighter(draw: Draw, stores: Stores, judged: Any) -> None:
+    assert not draw("overview", stores["whole"]).code

@@ -59,6 +59,7 @@ def test_the_page_has_overview_regressions_and_series_and_loads_nothing(stores: 
     assert "pairbench run add_rms_norm" in said
     assert "default-src 'none'" in text
     assert len(text) < 2_000_000
+    assert str(stores["whole"].parent) not in text, "the page tells of the machine that made it"
 
 
 @pytest.mark.parametrize(("state", "words"), [("empty", "The history is empty"), ("one", "too few runs"),
