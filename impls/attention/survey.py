@@ -179,7 +179,7 @@ def survey_group(group: str, args: argparse.Namespace, keep: Callable[[Row], Non
                 keep(row)
                 continue
             try:
-                if cuda and capability == (9, 0):
+                if args.inspect and capability == (9, 0):
                     compiled(candidate, causal, row)
                 row.check = checked(candidate, causal, device, (2, 3, 333, 517) if cuda else (1, 2, 33, 61))
             except Exception as error:
@@ -269,9 +269,10 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python3 -m impls.attention.survey", description=__doc__)
     parser.add_argument("--compile", action="store_true", help="only compile, for a Hopper part")
+    parser.add_argument("--inspect", action="store_true", help="say what the compiler made of each, too: twice as slow")
     parser.add_argument("--tiny", action="store_true", help="only check, in Triton's interpreter")
     parser.add_argument("--dims", type=int, nargs="+", default=[128, 64])
-    parser.add_argument("--seqs", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--seqs", type=int, nargs="*", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--directions", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=GROUPS)
     parser.add_argument("--rounds", type=int, default=15)

@@ -115,7 +115,9 @@ def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
 
 def test_what_is_not_reached_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "checked", lambda *_: "right")
-    namespace = survey.argparse.Namespace(tiny=True, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1)
+    namespace = survey.argparse.Namespace(
+        tiny=True, inspect=False, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1
+    )
     rows: list[survey.Row] = []
     survey.survey_group("triton", namespace, rows.append)
     assert rows
