@@ -17,6 +17,8 @@ from harness.history.query import KEY_COLUMNS, SeriesKey
 
 #: A nightly that has not come after so many hours is late: a day, and half a day's grace for a long one.
 NIGHTLY_S: Final = 36 * 3600.0
+#: Newest commits that a comparison offers.
+SIDES: Final = 60
 
 
 @cache
@@ -128,7 +130,7 @@ def all_runs(history: History) -> list[Row]:
 def selections(history: History) -> list[str]:
     """What can be put on a side of a comparison: the newest commits, branches, GPU types, versions."""
     places = sorted(history.order.places.values(), key=lambda place: -place.rank)
-    commits = [place.commit[:12] for place in places[:60]]
+    commits = [place.commit[:12] for place in places[:SIDES]]
     names = ("gpu", "torch", "triton", "driver", "machine", "branch")
     row = history.rows(f"SELECT {', '.join(f'list(DISTINCT {name}) AS {name}' for name in names)} FROM records")[0]
     words = [f"{name}:{value}" for name in names[:-1] for value in sorted(v for v in row[name] or [] if v is not None)]
@@ -136,6 +138,26 @@ def selections(history: History) -> list[str]:
     if history.repository is not None:
         branches = [name for name in history.repository.branches() if "/" not in name]
     return [*commits[:2], *branches, *words, *commits[2:]]
+
+
+def compared(history: History) -> tuple[str, str] | None:
+    """What a comparison begins with: the newest clean commit that has something in common with an older clean one, and
+    the newest such; None when there are no two. The older one comes first."""
+    places = sorted(history.order.places.values(), key=lambda place: (not place.judged, -place.rank))
+    newest = [place.commit for place in places[:SIDES]]
+    if not newest:
+        return None
+    rows = history.rows(
+        'SELECT "commit", list(DISTINCT hash(technique, variant, workload_id, dtype, gpu, ranks)) AS has '
+        "FROM records WHERE type = 'measurement' AND status = 'passed' AND dirty = false "
+        f'AND "commit" IN ({", ".join("?" * len(newest))}) GROUP BY "commit"',
+        newest,
+    )
+    has = {row["commit"]: set(row["has"]) for row in rows}
+    clean = [commit for commit in newest if commit in has]
+    pairs = ((old, new) for at, new in enumerate(clean) for old in clean[at + 1 :] if has[new] & has[old])
+    old, new = next(pairs, (None, None))
+    return None if old is None or new is None else (old[:12], new[:12])
 
 
 def subject_of(history: History, commit: str | None) -> str:

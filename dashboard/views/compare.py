@@ -24,7 +24,7 @@ def render(view: parts.View) -> None:
     words = view.source.once("selections", queries.selections)
     if not words:
         return
-    default_a, default_b = _defaults(words)
+    default_a, default_b = view.source.once("compared", queries.compared) or _defaults(words)
     with st.container(horizontal=True):
         a = _side(view, "A, the old or the other", "a", words, default_a)
         b = _side(view, "B, the new", "b", words, default_b)
@@ -56,6 +56,7 @@ def render(view: parts.View) -> None:
 
 
 def _defaults(words: Sequence[str]) -> tuple[str, str]:
+    """Where no two clean commits have anything in common."""
     commits = [word for word in words if ":" not in word and len(word) == 12]
     if len(commits) > 1:
         return commits[1], commits[0]
@@ -132,6 +133,7 @@ def _missing(side: str, row: Row) -> dict[str, Any]:
         "metric": row["metric"],
         "GPU type": row["gpu"],
         "value": row["value"],
+        "unit": row["unit"],
         "on the other side": row["there"],
         "reason": row["reason"] or "",
     }

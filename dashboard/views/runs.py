@@ -34,7 +34,7 @@ def render(view: parts.View) -> None:
     picked = parts.table([_row(row) for row in shown], "runs", select=True)
     if picked is not None and parts.newly("run row", shown[picked]["run"]):
         address.put("run", shown[picked]["run"])
-    run = address.get("run") or shown[0]["run"]
+    run = address.get("run") or next((row for row in shown if row["dirty"] is False), shown[0])["run"]
     row = next((candidate for candidate in rows if candidate["run"] == run), None)
     if row is None:
         parts.nothing("There is no such run.", "The address names one that is not in this history.",

@@ -307,7 +307,7 @@ def _missing(
         status = worst({item["status"] for item in known}) if known else "not run"
         reason = next((item["reason"] for item in known if item["status"] == status), None)
         shown = {column: row[column] for column in KEY_COLUMNS}
-        out.append({**shown, "metric": row["metric"], "workload": row["workload"], **_level(row),
+        out.append({**shown, "metric": row["metric"], "workload": row["workload"], "unit": row["unit"], **_level(row),
                     "there": status, "reason": reason})  # fmt: skip
     return out
 

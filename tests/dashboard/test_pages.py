@@ -298,3 +298,31 @@ def test_a_store_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_first_page_loads_no_highlighter(draw: Draw, stores: Stores, judged: Any) -> None:
     assert not draw("overview", stores["whole"]).code
+
+
+def test_a_dirty_tree_is_compared_and_opened_only_when_it_is_asked_for(draw: Draw, maker: Any) -> None:
+    for at in range(3):
+        maker.run(at, "h200", everything=False)
+    maker.run(3, "l40s", everything=False)  # newer and clean, with nothing in common
+    maker.run(4, "h200", dirty=True, everything=False)
+    page = draw("compare", maker.root)
+    assert [page.selectbox[at].value for at in (0, 1)] == ["01" * 6, "02" * 6]
+    assert len(page.dataframe[0].value) >= 1
+    runs = draw("runs", maker.root)
+    assert any("l40s0003" in text.value for text in runs.text), [text.value for text in runs.text]
+    assert any("h2000004" in code for code in codes(draw("runs", maker.root, run="20260305T000000Z-h2000004")))
+
+
+def test_only_dirty_trees_are_better_than_nothing(draw: Draw, maker: Any) -> None:
+    for at in range(2):
+        maker.run(at, "h200", dirty=True, everything=False)
+    assert not draw("compare", maker.root).exception
+    runs = draw("runs", maker.root)
+    assert any("h2000001" in text.value for text in runs.text)
+
+
+def test_what_one_side_lacks_has_a_unit(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("compare", stores["whole"], a="17" * 6, b="10" * 6, metric="throughput")
+    missing = next(table.value for table in page.dataframe if "on the other side" in table.value)
+    assert "rows/s" in set(missing["unit"])
+    assert missing["unit"].str.endswith("/s").all()
