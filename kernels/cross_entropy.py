@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from kernels._rows import check_beside, check_float, check_width, multiprocessors, on_device_of
-from kernels.softmax import row_statistics
+from kernels._online import row_statistics
 
 MAX_COLUMNS = 2**20
 REDUCTIONS = ("mean", "sum", "none")
@@ -61,7 +61,7 @@ def _loss_kernel(
             tl.store(lse_ptr + row, 0.0)
         else:
             logits_row = logits_ptr + row * stride
-            maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, SMOOTHED)
+            maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, 1, True, SMOOTHED, True)
             lse = maximum + tl.log(power)
             loss = _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS)
             tl.store(loss_ptr + row, loss)
@@ -156,7 +156,7 @@ def _gradient_kernel(
             if MEAN:
                 scale /= tl.load(count_ptr)
             if WITH_LOSS:
-                maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, SMOOTHED)
+                maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, 1, True, SMOOTHED, True)
                 lse = maximum + tl.log(power)
                 tl.store(loss_ptr + row, _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS))
             else:

@@ -5,19 +5,21 @@
 Bytes through device memory, per element of e bytes:
 
     forward    plain  maximum (1e), subtract (2e), exp (2e), sum (1e), divide (2e): 8e
-               fused  rows that fit the registers: read x, write y: 2e
-                      longer rows: read x, read x again, write y: 3e, less what the L2 still holds of the first read
+               fused  rows to 32,768 columns: read x, write y: 2e
+                      longer rows: read x, read x again, write y: 3e, less what the caches still hold
     backward   plain  multiply (3e), sum (1e), subtract (2e), multiply (3e): 9e
-               fused  read grad and y, write the gradient: 3e; longer rows 5e, less what the L2 holds
+               fused  read grad and y, write the gradient: 3e; longer rows (over 32,768 columns in 16 bits, 16,384 in
+                      32) 5e, less what the caches hold
 
-Design. Rows that fit a multiprocessor's registers (32,768 columns forward, 16,384 backward, where two tensors are
-held) are read once, in tiles of whole rows, by a persistent grid that loads ahead. Longer rows, to 131,072 columns,
-are read in two passes by one wide program a multiprocessor, so that few rows share the L2 at a time. The first pass
-is the online softmax: every thread carries its own running maximum and sum, rescaled when the maximum moves, and the
-threads meet only at the end of the row, so no barrier stands between its loads. The second pass walks the row
-backwards, from what the caches saw last.
+Design, by the length of a row:
 
-Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3.
+- To 16,384 columns, and all that the backward reads once: one tile of whole rows a program, loaded at its start and
+  kept in registers. Nothing is carried from tile to tile, so the hardware's own scheduling of programs overlaps the
+  loads of one with the arithmetic and the stores of others. Tiles that fit the tensor have no masks.
+- To 32,768 columns forward, where one row fills a multiprocessor and nothing else would be in flight while it is
+  reduced: a persistent program copies its next row to shared memory meanwhile.
+- To 131,072 columns: two passes by a wide program, the first an online softmax (`row_statistics`), the second from
+  the end of the row backwards, from what the caches saw last.
 """
 
 from __future__ import annotations
@@ -28,39 +30,100 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels._rows import as_rows, check_float, check_like, check_width, multiprocessors, on_device_of
-from kernels._tiles import load_tile
+from kernels._online import row_statistics
+from kernels._rows import INTERPRETED, as_rows, check_float, check_like, check_width, multiprocessors, on_device_of
 
 MAX_COLUMNS = 131_072
-_LONG_WARPS = 32
 
 
 class Launch(NamedTuple):
-    """The shape of one launch for rows that are read once; the one place to tune."""
+    """The shape of one launch for rows that are read once."""
 
     tile_rows: int
     block: int  # columns padded to a power of two
     warps: int
-    programs: int  # a multiprocessor
-    registers: int  # a thread, so that all these programs are resident at once
-    prefetch: bool
+    programs: int = 0  # a multiprocessor, each persistent; 0: one tile a program
+    stages: int = 1  # of a persistent program: rows copied ahead, and the one in hand
+    evict: bool = True  # what is loaded leaves the caches first
+    stream: bool = True  # so does what is stored
+    convert_again: bool = False  # 16-bit rows stay so between reductions, in half the registers
+    registers: int | None = None  # a thread at most
 
 
-def reads_once(columns: int, *, backward: bool) -> bool:
+class LongLaunch(NamedTuple):
+    """The shape of one launch for rows that are read in two passes."""
+
+    lanes: int
+    vector: int  # elements a lane: 16 bytes
+    unroll: int  # vectors a lane a turn of the first pass
+    warps: int
+    programs: int  # a multiprocessor; 0: one row a program
+    ahead: bool = True  # the next turn's loads before this turn's arithmetic
+
+
+def reads_once(columns: int, itemsize: int, *, backward: bool) -> bool:
     """Whether a row stays in registers between its reduction and its result."""
-    return columns <= (16_384 if backward else 32_768)
+    return columns <= (16_384 if backward and itemsize > 2 else 32_768)
 
 
 def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
-    """A thread holds 32 bytes of each tensor up to 32 warps a row; then its share grows, with nothing loaded ahead."""
+    """Shapes for rows read once, by their padded length."""
     block = triton.next_power_of_2(columns)
-    tile_rows = max(1, (2048 if backward else 4096) // block)
-    wanted = max(4, tile_rows * block * itemsize // 1024)
-    warps = min(32, wanted)
-    resident = 16 if tile_rows > 1 else 24 if backward else 32
-    programs = max(1, resident // warps)
-    registers = min(128, 65_536 // (32 * warps * programs))
-    return Launch(tile_rows, block, warps, programs, registers, wanted <= 32)
+    if block == 32_768 and itemsize == 2:
+        # Of three stages one is the row in hand, and one more is free only when that is done: one row is on its way.
+        return Launch(1, block, 32, convert_again=True) if backward else Launch(1, block, 32, programs=1, stages=3)
+    tile_rows = max(1, 2048 // block)
+    # 32 to 64 bytes of each tensor a thread: two to four 16-byte accesses.
+    share = 32 if backward or itemsize > 2 else 64
+    warps = max(1, min(32, tile_rows * block * itemsize // (32 * share)))
+    return Launch(tile_rows, block, warps)
+
+
+def long_shape(columns: int, itemsize: int, *, backward: bool) -> LongLaunch:
+    """Shapes for rows read twice: two 16-byte accesses of each tensor a thread and turn."""
+    warps, programs = (32, 2) if backward else (16, 4)
+    return LongLaunch(lanes=32 * warps, vector=16 // itemsize, unroll=2, warps=warps, programs=programs)
+
+
+@triton.jit
+def _load_rows(pointer, stride, row, column, inside, OTHER: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
+    HINT: tl.constexpr = "evict_first" if EVICT else ""
+    if MASKED:
+        values = tl.load(pointer + row * stride + column, mask=inside, other=OTHER, eviction_policy=HINT)
+    else:
+        values = tl.load(pointer + row * stride + column, eviction_policy=HINT)
+    return values
+
+
+@triton.jit
+def _store_rows(
+    pointer, row, column, values, inside, COLUMNS: tl.constexpr, MASKED: tl.constexpr, STREAM: tl.constexpr
+):
+    HINT: tl.constexpr = ".cs" if STREAM else ""
+    values = values.to(pointer.dtype.element_ty)
+    if MASKED:
+        tl.store(pointer + row * COLUMNS + column, values, mask=inside, cache_modifier=HINT)
+    else:
+        tl.store(pointer + row * COLUMNS + column, values, cache_modifier=HINT)
+
+
+@triton.jit
+def _again(x, AGAIN: tl.constexpr):
+    """x, and with AGAIN nothing that was made of it: what is converted once more need not be kept meanwhile."""
+    if AGAIN:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
+def _softmax_of(x, AGAIN: tl.constexpr):
+    highest = tl.max(x.to(tl.float32), axis=1, keep_dims=True)
+    x = _again(x, AGAIN)
+    power = tl.exp(x.to(tl.float32) - highest)
+    scale = tl.div_rn(1.0, tl.sum(power, axis=1, keep_dims=True))
+    if AGAIN:
+        power = tl.exp(_again(x, AGAIN).to(tl.float32) - highest)
+    return power * scale
 
 
 @triton.jit
@@ -72,26 +135,40 @@ def _forward_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICT: tl.constexpr,
+    STREAM: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
+    """One tile a program."""
     column = tl.arange(0, BLOCK)[None, :]
-    in_row = column < COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    if PREFETCH:
-        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-    while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        if PREFETCH:
-            x = x_next.to(tl.float32)
-            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
-        else:
-            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-        x = tl.where(in_row, x, float("-inf"))
-        power = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
-        y = power * tl.div_rn(1.0, tl.sum(power, axis=1, keep_dims=True))
-        tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask=(row < rows) & in_row)
-        start += step
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (column < COLUMNS)
+    x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED, EVICT)
+    _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED, STREAM)
+
+
+@triton.jit
+def _staged_forward_kernel(
+    x_ptr,
+    y_ptr,
+    rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVICT: tl.constexpr,
+    STREAM: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """A row at a time, the next on its way to shared memory."""
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < COLUMNS
+    for turn in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(turn, tl.int64)
+        x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED, EVICT)
+        _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED, STREAM)
 
 
 @triton.jit
@@ -105,77 +182,49 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICT: tl.constexpr,
+    STREAM: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):
+    """One tile a program."""
     column = tl.arange(0, BLOCK)[None, :]
-    in_row = column < COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    if PREFETCH:
-        grad_next = load_tile(grad_ptr, grad_stride, start, rows, column, in_row, ROWS)
-        y_next = load_tile(y_ptr, y_stride, start, rows, column, in_row, ROWS)
-    while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        if PREFETCH:
-            grad = grad_next.to(tl.float32)
-            y = y_next.to(tl.float32)
-            grad_next = load_tile(grad_ptr, grad_stride, start + step, rows, column, in_row, ROWS)
-            y_next = load_tile(y_ptr, y_stride, start + step, rows, column, in_row, ROWS)
-        else:
-            grad = load_tile(grad_ptr, grad_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-            y = load_tile(y_ptr, y_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-        grad_x = y * (grad - tl.sum(y * grad, axis=1, keep_dims=True))
-        mask = (row < rows) & in_row
-        tl.store(grad_x_ptr + row * COLUMNS + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
-        start += step
-
-
-@triton.jit
-def row_statistics(row_ptr, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr, TOTAL: tl.constexpr):
-    """The maximum, the sum of exp(x - maximum) and, with TOTAL, the sum of a long row, read once.
-
-    Each of LANES carries a maximum and a sum of its own over VECTOR neighbouring elements a turn. A row of -inf
-    alone has maximum -inf and sum 0; NaN and +inf make the sum NaN.
-    """
-    offset = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    maximum = tl.full((LANES,), float("-inf"), dtype=tl.float32)
-    power = tl.zeros((LANES,), dtype=tl.float32)
-    total = tl.zeros((LANES,), dtype=tl.float32)
-    x_next = tl.load(row_ptr + offset, mask=offset < COLUMNS, other=float("-inf"))
-    for turn in range((COLUMNS + LANES * VECTOR - 1) // (LANES * VECTOR)):
-        x = x_next.to(tl.float32)
-        ahead = offset + (turn + 1) * (LANES * VECTOR)
-        x_next = tl.load(row_ptr + ahead, mask=ahead < COLUMNS, other=float("-inf"))
-        if TOTAL:
-            total += tl.sum(tl.where(ahead - LANES * VECTOR < COLUMNS, x, 0.0), axis=1)
-        risen = tl.maximum(maximum, tl.max(x, axis=1))
-        # Until a lane has seen a finite number its maximum is -inf, and -inf - -inf would be NaN.
-        level = tl.where(risen == float("-inf"), 0.0, risen)
-        power = power * tl.exp(maximum - level) + tl.sum(tl.exp(x - level[:, None]), axis=1)
-        maximum = risen
-    highest = tl.max(maximum, axis=0)
-    level = tl.where(highest == float("-inf"), 0.0, highest)
-    return highest, tl.sum(power * tl.exp(maximum - level), axis=0), tl.sum(total, axis=0)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (column < COLUMNS)
+    grad = _load_rows(grad_ptr, grad_stride, row, column, inside, 0.0, MASKED, EVICT)
+    y = _load_rows(y_ptr, y_stride, row, column, inside, 0.0, MASKED, EVICT)
+    level = tl.sum(y.to(tl.float32) * grad.to(tl.float32), axis=1, keep_dims=True)
+    grad_x = _again(y, AGAIN).to(tl.float32) * (_again(grad, AGAIN).to(tl.float32) - level)
+    _store_rows(grad_x_ptr, row, column, grad_x, inside, COLUMNS, MASKED, STREAM)
 
 
 @triton.jit
 def _long_forward_kernel(
-    x_ptr, y_ptr, rows, x_stride, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr
+    x_ptr,
+    y_ptr,
+    rows,
+    x_stride,
+    COLUMNS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNROLL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    offset = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    TURNS: tl.constexpr = (COLUMNS + LANES * VECTOR - 1) // (LANES * VECTOR)
+    BLOCK: tl.constexpr = UNROLL * LANES * VECTOR
+    TURNS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    offset = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64)
     while row < rows:
         x_row = x_ptr + row * x_stride
         y_row = y_ptr + row * COLUMNS
-        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR, False)
+        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, False, False)
         scale = tl.div_rn(1.0, power)
-        back = offset + (TURNS - 1) * (LANES * VECTOR)
+        back = offset + (TURNS - 1) * BLOCK
         x_next = tl.load(x_row + back, mask=back < COLUMNS, other=0.0, eviction_policy="evict_first")
         for turn in range(TURNS):
             x = x_next.to(tl.float32)
-            here = offset + (TURNS - 1 - turn) * (LANES * VECTOR)
-            back = here - LANES * VECTOR
+            here = offset + (TURNS - 1 - turn) * BLOCK
+            back = here - BLOCK
             x_next = tl.load(
                 x_row + back, mask=(back >= 0) & (back < COLUMNS), other=0.0, eviction_policy="evict_first"
             )
@@ -197,20 +246,21 @@ def _long_backward_kernel(
     VECTOR: tl.constexpr,
 ):
     offset = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    TURNS: tl.constexpr = (COLUMNS + LANES * VECTOR - 1) // (LANES * VECTOR)
+    BLOCK: tl.constexpr = LANES * VECTOR
+    TURNS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = tl.program_id(0).to(tl.int64)
     while row < rows:
         grad_row = grad_ptr + row * grad_stride
         y_row = y_ptr + row * y_stride
         along = tl.zeros((LANES, VECTOR), dtype=tl.float32)
         for turn in range(TURNS):
-            here = offset + turn * (LANES * VECTOR)
+            here = offset + turn * BLOCK
             mask = here < COLUMNS
             grad = tl.load(grad_row + here, mask=mask, other=0.0).to(tl.float32)
             along += grad * tl.load(y_row + here, mask=mask, other=0.0).to(tl.float32)
         level = tl.sum(tl.sum(along, axis=1), axis=0)
         for turn in range(TURNS):
-            here = offset + (TURNS - 1 - turn) * (LANES * VECTOR)
+            here = offset + (TURNS - 1 - turn) * BLOCK
             mask = here < COLUMNS
             grad = tl.load(grad_row + here, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
             y = tl.load(y_row + here, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -219,9 +269,22 @@ def _long_backward_kernel(
         row += tl.num_programs(0)
 
 
-def long_shape(itemsize: int) -> dict[str, int]:
-    """Lanes and elements a lane for rows read in two passes: two 16-byte accesses for each of 1,024 threads."""
-    return {"LANES": 2048, "VECTOR": 16 // itemsize, "num_warps": _LONG_WARPS}
+def _once(launch: Launch, rows: int, columns: int) -> dict[str, Any]:
+    """Constants and options of a kernel that reads rows once."""
+    return {
+        "COLUMNS": columns,
+        "BLOCK": launch.block,
+        "MASKED": columns != launch.block or rows % launch.tile_rows != 0,
+        "EVICT": launch.evict,
+        "STREAM": launch.stream,
+        "AGAIN": launch.convert_again and not INTERPRETED,
+        "num_warps": launch.warps,
+        "maxnreg": launch.registers,
+    }
+
+
+def _grid(tiles: int, device: torch.device, programs: int) -> tuple[int]:
+    return (min(tiles, multiprocessors(device) * programs) if programs else tiles,)
 
 
 def softmax_forward(x: torch.Tensor) -> torch.Tensor:
@@ -239,26 +302,26 @@ def softmax_forward(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    processors, itemsize = multiprocessors(x.device), x.element_size()
+    tensors = (x_rows, y, rows, x_rows.stride(0))
     with on_device_of(x):
-        if reads_once(columns, backward=False):
-            launch = launch_shape(columns, itemsize, backward=False)
-            _forward_kernel[(min(triton.cdiv(rows, launch.tile_rows), processors * launch.programs),)](
-                x_rows,
-                y,
-                rows,
-                x_rows.stride(0),
+        if not reads_once(columns, x.element_size(), backward=False):
+            long = long_shape(columns, x.element_size(), backward=False)
+            _long_forward_kernel[_grid(rows, x.device, long.programs)](
+                *tensors,
                 COLUMNS=columns,
-                BLOCK=launch.block,
-                ROWS=launch.tile_rows,
-                PREFETCH=launch.prefetch,
-                num_warps=launch.warps,
-                maxnreg=launch.registers,
+                LANES=long.lanes,
+                VECTOR=long.vector,
+                UNROLL=long.unroll,
+                AHEAD=long.ahead,
+                num_warps=long.warps,
             )
+            return y
+        launch = launch_shape(columns, x.element_size(), backward=False)
+        grid = _grid(triton.cdiv(rows, launch.tile_rows), x.device, launch.programs)
+        if launch.programs:
+            _staged_forward_kernel[grid](*tensors, STAGES=launch.stages, **_once(launch, rows, columns))
         else:
-            _long_forward_kernel[(min(rows, processors),)](
-                x_rows, y, rows, x_rows.stride(0), COLUMNS=columns, **long_shape(itemsize)
-            )
+            _forward_kernel[grid](*tensors, ROWS=launch.tile_rows, **_once(launch, rows, columns))
     return y
 
 
@@ -272,34 +335,20 @@ def softmax_backward(grad_out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     grad_x = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if rows == 0:
         return grad_x
-    processors, itemsize = multiprocessors(y.device), y.element_size()
+    tensors = (grad_rows, y_rows, grad_x, rows, grad_rows.stride(0), y_rows.stride(0))
     with on_device_of(y):
-        if reads_once(columns, backward=True):
-            launch = launch_shape(columns, itemsize, backward=True)
-            _backward_kernel[(min(triton.cdiv(rows, launch.tile_rows), processors * launch.programs),)](
-                grad_rows,
-                y_rows,
-                grad_x,
-                rows,
-                grad_rows.stride(0),
-                y_rows.stride(0),
-                COLUMNS=columns,
-                BLOCK=launch.block,
-                ROWS=launch.tile_rows,
-                PREFETCH=launch.prefetch,
-                num_warps=launch.warps,
-                maxnreg=launch.registers,
-            )
+        if reads_once(columns, y.element_size(), backward=True):
+            launch = launch_shape(columns, y.element_size(), backward=True)
+            grid = _grid(triton.cdiv(rows, launch.tile_rows), y.device, launch.programs)
+            _backward_kernel[grid](*tensors, ROWS=launch.tile_rows, **_once(launch, rows, columns))
         else:
-            _long_backward_kernel[(min(rows, processors),)](
-                grad_rows,
-                y_rows,
-                grad_x,
-                rows,
-                grad_rows.stride(0),
-                y_rows.stride(0),
+            long = long_shape(columns, y.element_size(), backward=True)
+            _long_backward_kernel[_grid(rows, y.device, long.programs)](
+                *tensors,
                 COLUMNS=columns,
-                **long_shape(itemsize),
+                LANES=long.unroll * long.lanes,
+                VECTOR=long.vector,
+                num_warps=long.warps,
             )
     return grad_x
 

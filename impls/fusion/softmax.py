@@ -9,8 +9,8 @@ Bytes per element of e bytes:
               predicted 4.0 times, for longer rows 2.67
     backward  plain   quotient 2e; 2e + 2e + 3e + 2e + e for the sum's gradient; expanding and adding it 3e;
                       exponential 3e: 18e
-              fused   rows to 16,384: read the gradient and y, write the gradient: 3e; longer rows 5e, less what the L2
-                      holds
+              fused   rows to 32,768 (16,384 in float32): read the gradient and y, write the gradient: 3e; longer rows
+                      5e, less what the L2 holds
               predicted 6.0 times, for longer rows 3.6
 
 ``torch_softmax`` is torch's own kernel, which already makes one pass over a row that fits its shared memory.
@@ -28,8 +28,6 @@ import torch
 from harness.pair import Claim, Context, Pair, Variant, Work
 from harness.workload import Workload
 from impls.fusion._count import ITEMSIZE, over
-
-READ_ONCE = {"forward": 32_768, "backward": 16_384}
 
 
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
@@ -88,8 +86,8 @@ def work(workload: Workload) -> Work:
 def predict(workload: Workload) -> float:
     """Ratio of the bytes counted above; a second read of a long row counted in full."""
     columns = workload.columns
-    forward = 2 if columns <= READ_ONCE["forward"] else 3
-    backward = 3 if columns <= READ_ONCE["backward"] else 5
+    forward = 2 if columns <= 32_768 else 3
+    backward = 3 if columns <= (32_768 if ITEMSIZE[workload.dtype] == 2 else 16_384) else 5
     return over(workload, 8, 18) / over(workload, forward, backward)
 
 
