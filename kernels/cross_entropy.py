@@ -15,9 +15,11 @@ Bytes through device memory, per logit of e bytes:
 
 The plain way also holds two float32 copies of the logits, 8 bytes a logit; the fused way holds one float32 a row.
 
-Design. One wide program a row at a time. Its first pass is the online softmax of `row_statistics`, with no barrier
-between loads; ignored rows are not read. The second pass walks backwards and writes where it read. The mean is taken
-on the device, so nothing waits for the host. Offsets are 64 bits wide between rows.
+Design. The loss: one program a row, whose pass is the online softmax of `row_statistics`, with no barrier between
+loads; ignored rows are not read. The gradient where the lse is known needs nothing of its neighbours: one program a
+piece of a row, loaded whole at its start. Both at once: one program a row, whose second pass walks backwards and
+writes where it read. The mean is taken on the device, so nothing waits for the host. Offsets are 64 bits wide between
+rows.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Szegedy et al.,
 "Rethinking the Inception Architecture", 2016, section 7 (label smoothing).
@@ -25,178 +27,55 @@ Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 20
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
-from kernels._rows import check_beside, check_float, check_width, multiprocessors, on_device_of
-from kernels._online import row_statistics
+from kernels._cross_entropy import backward_kernel, loss_and_gradient_kernel, loss_kernel, total_kernel
+from kernels._rows import check_beside, check_float, check_width, on_device_of
 
 MAX_COLUMNS = 2**20
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@triton.jit
-def _loss_kernel(
-    logits_ptr,
-    target_ptr,
-    loss_ptr,
-    lse_ptr,
-    rows,
-    stride,
-    ignore_index,
-    smoothing,
-    SMOOTHED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    while row < rows:
-        target = tl.load(target_ptr + row).to(tl.int64)
-        if target == ignore_index:
-            tl.store(loss_ptr + row, 0.0)
-            tl.store(lse_ptr + row, 0.0)
-        else:
-            logits_row = logits_ptr + row * stride
-            maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, 1, True, SMOOTHED, True)
-            lse = maximum + tl.log(power)
-            loss = _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS)
-            tl.store(loss_ptr + row, loss)
-            tl.store(lse_ptr + row, lse)
-        row += tl.num_programs(0)
+class Launch(NamedTuple):
+    """The shape of a launch of one program a row."""
+
+    lanes: int
+    vector: int  # elements a lane: 16 bytes
+    unroll: int  # vectors a lane a turn
+    warps: int
+    ahead: bool = True  # the next turn's loads before this turn's arithmetic
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "LANES": self.lanes,
+            "VECTOR": self.vector,
+            "UNROLL": self.unroll,
+            "AHEAD": self.ahead,
+            "num_warps": self.warps,
+        }
 
 
-@triton.jit
-def _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED: tl.constexpr, COLUMNS: tl.constexpr):
-    """The loss of one row; NaN where the target is no column of it."""
-    inside = (target >= 0) & (target < COLUMNS)
-    right = tl.load(logits_row + target, mask=inside, other=float("nan")).to(tl.float32)
-    loss = lse - right
-    if SMOOTHED:
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - total / COLUMNS)
-    return loss
+def launch_shape(columns: int, itemsize: int, *, gradient: bool) -> Launch:
+    """Shapes by vocabulary, of the loss alone or with its gradient.
+
+    The loss wants many narrow programs: their rows end at different times, so loads are always in flight. With the
+    gradient the rows in hand must stay in the L2 between their two reads: fewer and wider programs.
+    """
+    kibibytes = columns * itemsize / 1024
+    if gradient:
+        warps, unroll = (16, 2) if kibibytes > 128 else (8, 4) if kibibytes > 32 else (2, 2)
+    else:
+        warps, unroll = (4, 2) if kibibytes > 128 else (2, 2) if kibibytes > 8 else (1, 1)
+    return Launch(32 * warps, 16 // itemsize, unroll, warps)
 
 
-@triton.jit
-def _write_gradient(
-    logits_row,
-    grad_row,
-    lse,
-    target,
-    scale,
-    smoothing,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """The second pass, from the end of the row: scale * (softmax - smoothed target)."""
-    offset = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    TURNS: tl.constexpr = (COLUMNS + LANES * VECTOR - 1) // (LANES * VECTOR)
-    back = offset + (TURNS - 1) * (LANES * VECTOR)
-    x_next = tl.load(logits_row + back, mask=back < COLUMNS, other=0.0, eviction_policy="evict_first")
-    spread = smoothing / COLUMNS
-    for turn in range(TURNS):
-        x = x_next.to(tl.float32)
-        here = offset + (TURNS - 1 - turn) * (LANES * VECTOR)
-        back = here - LANES * VECTOR
-        x_next = tl.load(
-            logits_row + back, mask=(back >= 0) & (back < COLUMNS), other=0.0, eviction_policy="evict_first"
-        )
-        share = tl.exp(x - lse) - spread
-        share = tl.where(here == target, share - (1.0 - smoothing), share)
-        grad = (scale * share).to(grad_row.dtype.element_ty)
-        tl.store(grad_row + here, grad, mask=here < COLUMNS, eviction_policy="evict_first")
-
-
-@triton.jit
-def _write_zeros(grad_row, COLUMNS: tl.constexpr, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    offset = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    zeros = tl.zeros((LANES, VECTOR), dtype=tl.float32).to(grad_row.dtype.element_ty)
-    for turn in range((COLUMNS + LANES * VECTOR - 1) // (LANES * VECTOR)):
-        here = offset + turn * (LANES * VECTOR)
-        tl.store(grad_row + here, zeros, mask=here < COLUMNS, eviction_policy="evict_first")
-
-
-@triton.jit
-def _gradient_kernel(
-    logits_ptr,
-    grad_ptr,
-    target_ptr,
-    loss_ptr,
-    lse_ptr,
-    scale_ptr,
-    count_ptr,
-    rows,
-    stride,
-    grad_stride,
-    scale_stride,
-    ignore_index,
-    smoothing,
-    SMOOTHED: tl.constexpr,
-    WITH_LOSS: tl.constexpr,
-    MEAN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LANES: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    while row < rows:
-        target = tl.load(target_ptr + row).to(tl.int64)
-        logits_row = logits_ptr + row * stride
-        grad_row = grad_ptr + row * grad_stride
-        if target == ignore_index:
-            if WITH_LOSS:
-                tl.store(loss_ptr + row, 0.0)
-            _write_zeros(grad_row, COLUMNS, LANES, VECTOR)
-        else:
-            scale = tl.load(scale_ptr + row * scale_stride).to(tl.float32)
-            if MEAN:
-                scale /= tl.load(count_ptr)
-            if WITH_LOSS:
-                maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, 1, True, SMOOTHED, True)
-                lse = maximum + tl.log(power)
-                tl.store(loss_ptr + row, _loss_of(lse, total, logits_row, target, smoothing, SMOOTHED, COLUMNS))
-            else:
-                lse = tl.load(lse_ptr + row)
-            _write_gradient(logits_row, grad_row, lse, target, scale, smoothing, COLUMNS, LANES, VECTOR)
-        row += tl.num_programs(0)
-
-
-@triton.jit
-def _total_kernel(
-    loss_ptr, target_ptr, out_ptr, count_ptr, rows, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sum or mean of the losses, and how many targets count, in one program, a fixed order and float64."""
-    total = tl.zeros((BLOCK,), dtype=tl.float64)
-    count = tl.zeros((BLOCK,), dtype=tl.int32)
-    row = tl.arange(0, BLOCK)
-    start = tl.program_id(0)
-    while start < rows:
-        mask = start + row < rows
-        total += tl.load(loss_ptr + start + row, mask=mask, other=0.0).to(tl.float64)
-        target = tl.load(target_ptr + start + row, mask=mask, other=0).to(tl.int64)
-        count += (mask & (target != ignore_index)).to(tl.int32)
-        start += BLOCK
-    counted = tl.sum(count, axis=0)
-    loss = tl.sum(total, axis=0)
-    if MEAN:
-        loss /= counted.to(tl.float64)
-    tl.store(out_ptr, loss.to(tl.float32))
-    tl.store(count_ptr, counted.to(tl.float32))
-
-
-def _shape(columns: int, itemsize: int) -> dict[str, int]:
-    """Lanes, elements a lane and warps by vocabulary: two 16-byte accesses for each of up to 512 threads."""
-    vector = 16 // itemsize
-    lanes = max(64, min(1024, triton.next_power_of_2(triton.cdiv(columns, vector))))
-    return {"LANES": lanes, "VECTOR": vector, "num_warps": max(1, lanes // 64)}
-
-
-def _programs(device: torch.device, warps: int, warps_resident: int) -> int:
-    return multiprocessors(device) * max(1, warps_resident // warps)
+def backward_shape(columns: int, itemsize: int) -> tuple[int, int]:
+    """Columns and warps of a program that writes the gradient of one piece of a row: two 16-byte accesses a thread."""
+    warps = 8 if columns * itemsize > 4096 else 2
+    return 1024 * warps // itemsize, warps
 
 
 def check_labels(
@@ -250,24 +129,22 @@ def cross_entropy_forward(
     lse = torch.empty_like(losses)
     total = torch.empty((), dtype=torch.float32, device=logits.device)
     count = torch.empty_like(total)
-    shape = _shape(columns, logits.element_size())
     with on_device_of(logits):
         if rows:
-            _loss_kernel[(min(rows, _programs(logits.device, shape["num_warps"], 32)),)](
+            loss_kernel[(rows,)](
                 logits,
                 target,
                 losses,
                 lse,
-                rows,
                 logits.stride(0),
                 ignore_index,
                 label_smoothing,
                 SMOOTHED=label_smoothing > 0.0,
                 COLUMNS=columns,
-                **shape,
+                **launch_shape(columns, logits.element_size(), gradient=False).constants(),
             )
-        _total_kernel[(1,)](
-            losses, target, total, count, rows, ignore_index, MEAN=reduction == "mean", BLOCK=4096, num_warps=8
+        total_kernel[(1,)](
+            losses, target, total, count, rows, ignore_index, MEAN=reduction == "mean", BLOCK=8192, num_warps=32
         )
     return losses if reduction == "none" else total, lse, count
 
@@ -299,27 +176,24 @@ def cross_entropy_backward(
     grad = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if rows == 0:
         return grad
-    shape = _shape(columns, logits.element_size())
+    block, warps = backward_shape(columns, logits.element_size())
     with on_device_of(logits):
-        _gradient_kernel[(min(rows, _programs(logits.device, shape["num_warps"], 32)),)](
+        backward_kernel[(rows * triton.cdiv(columns, block),)](
             logits,
             grad,
             target,
             lse,
-            lse,
             grad_loss,
             count,
-            rows,
             logits.stride(0),
             grad.stride(0),
             grad_loss.stride(0) if reduction == "none" else 0,
             ignore_index,
             label_smoothing,
-            SMOOTHED=label_smoothing > 0.0,
-            WITH_LOSS=False,
             MEAN=reduction == "mean",
             COLUMNS=columns,
-            **shape,
+            BLOCK=block,
+            num_warps=warps,
         )
     return grad
 
@@ -345,28 +219,18 @@ def cross_entropy_gradient_(
         raise ValueError(f"scale: {scale.dtype} of {tuple(scale.shape)}; it must be one float32")
     if rows == 0:
         return
-    shape = _shape(columns, logits.element_size())
     with on_device_of(logits):
-        # Half the programs that fit: the rows in hand must stay in the L2 between the two reads.
-        _gradient_kernel[(min(rows, _programs(logits.device, shape["num_warps"], 16)),)](
-            logits,
+        loss_and_gradient_kernel[(rows,)](
             logits,
             target,
             losses,
-            losses,
             scale,
-            scale,
-            rows,
             logits.stride(0),
-            logits.stride(0),
-            0,
             ignore_index,
             label_smoothing,
             SMOOTHED=label_smoothing > 0.0,
-            WITH_LOSS=True,
-            MEAN=False,
             COLUMNS=columns,
-            **shape,
+            **launch_shape(columns, logits.element_size(), gradient=True).constants(),
         )
 
 
