@@ -20,23 +20,29 @@ split, each split writes a partial result with its logarithm of the sum, and a s
 a caller can have results that do not depend on the batch.
 
 An 8-bit cache (int8, float8_e4m3fn) carries one scale a KV head for keys and one for values; it is widened in
-registers, and the scales meet scores and output, not every element.
+registers, and the scales meet scores and output, not every element. Widening is what binds there, so float8 goes to
+float16, one conversion where bfloat16 takes two: its numbers are float16 numbers too, and a row of queries is divided
+by its largest magnitude first, so that it keeps its bits. int8 to bfloat16 takes a few bit operations, no conversion.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels._rows import check_device, check_float, multiprocessors, on_device_of
+from kernels._rows import INTERPRETED, check_device, check_float, multiprocessors, on_device_of
 
 CACHE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 BLOCK_SIZES = (16, 256)
 MAX_SPLITS = 128
+#: Whether the merge is launched while the splits still run, and waits on the device for their end (from Hopper on).
+OVERLAP = False
 _MERGE_TILE = 16
 
 
@@ -46,25 +52,29 @@ class Launch(NamedTuple):
     tile: int  # context positions reduced at a time
     warps: int
     stages: int  # tiles in flight
-    programs: int  # resident on a multiprocessor at once
+    programs: int  # that a multiprocessor needs to have all the loads in flight that it can use
 
 
 def launch_shape(width: int, itemsize: int) -> Launch:
-    """Tiles of about 16 KiB of keys and as much of values, two of each in flight, in three programs a multiprocessor.
+    """Tiles of about 16 KiB of keys and as much of values, two of each in flight, in two programs a multiprocessor.
 
     A tile's addresses come from the block table, so its loads wait for another load: the compiler spends part of the
-    stages on the table, and five of them buffer two tiles (72 KiB of shared memory at a width of 128).
+    stages on the table, and five of them buffer two tiles (72 KiB of shared memory at a width of 128). Two programs
+    have 128 KiB in flight, more than latency times bandwidth; further splits would only add starts and merges.
+    Tiles of 8 bits hold no more positions than those of 16, whose registers they take when widened: three in flight.
     """
     padded = triton.next_power_of_2(width)
-    tile = max(16, min(128, 16_384 // (padded * itemsize)))
-    return Launch(tile=tile, warps=4, stages=5, programs=3)
+    tile = max(16, min(128, 16_384 // (padded * max(2, itemsize))))
+    return Launch(tile=tile, warps=4, stages=5 if itemsize > 1 else 7, programs=2)
 
 
+@lru_cache(maxsize=4096)
 def choose_splits(rows: int, longest: int, slots: int, tile: int) -> int:
     """How many programs share one sequence and KV head.
 
     The fewest that keep the chip within a tenth of the best use that any number would reach: the last wave of programs
     is then nearly full. No split is shorter than four tiles, so that its start and its merge stay small beside it.
+    Remembered, since a search in Python takes as long as a small launch.
     """
     most = max(1, min(MAX_SPLITS, longest // (4 * tile)))
 
@@ -82,9 +92,11 @@ def paged_decode_kernel(
     q_stride, tables_stride, k_stride, v_stride, splits, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, TILE: tl.constexpr,
-    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
+    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """One split of one sequence and KV head. Strides are in elements; q and out are (B, heads, E), contiguous heads."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
     head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -107,6 +119,13 @@ def paged_decode_kernel(
     )
     if QUANTIZED:
         scale_log2 *= tl.load(k_scale_ptr + head)
+    if k_ptr.dtype.element_ty == tl.float8e4nv and not EXACT:
+        size = tl.max(tl.abs(q.to(tl.float32)), 1)[:, None]
+        size = tl.where(size > 0.0, size, 1.0)
+        q = (q.to(tl.float32) / size).to(tl.float16)
+        factor = size * scale_log2
+    else:
+        factor = scale_log2
 
     table = tables_ptr + row * tables_stride
     k_head = k_ptr + head * PAGE * WIDTH
@@ -127,7 +146,7 @@ def paged_decode_kernel(
         )
         if QUANTIZED:
             k = k.to(q.dtype)
-        scores = tl.dot(q, k.T, input_precision="ieee" if EXACT else "tf32") * scale_log2
+        scores = tl.dot(q, k.T, input_precision="ieee" if EXACT else "tf32") * factor
         scores = tl.where(seen[None, :], scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         p = tl.exp2(scores - new_largest[:, None])
@@ -165,8 +184,11 @@ def paged_decode_kernel(
 def merge_splits_kernel(
     partial_ptr, lse_ptr, out_ptr, splits,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, TILE: tl.constexpr, MOST: tl.constexpr,
+    OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """Weighs the partial results of one query head by their share of the softmax's sum; always in the same order."""
+    if OVERLAPPED:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     every = tl.arange(0, MOST)
@@ -238,6 +260,7 @@ def paged_decode(
     else:
         target, lse = out, None
     group, padded = heads // kv_heads, triton.next_power_of_2(width)
+    overlap = overlapped(q_BHE.device) and splits > 1
     with on_device_of(q_BHE):
         paged_decode_kernel[(kv_heads, splits, batch)](
             q_BHE, k_NKPE, v_NKPE, tables_BM, lengths_B, k_scale_K, v_scale_K, target, lse,
@@ -245,16 +268,21 @@ def paged_decode(
             (width**-0.5 if scale is None else scale) * math.log2(math.e),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), PAGE=page,
             WIDTH=width, WIDTH_PAD=max(16, padded), TILE=shape.tile,
-            QUANTIZED=quantized, SPLIT=splits > 1, EXACT=q_BHE.dtype == torch.float32,
+            QUANTIZED=quantized, SPLIT=splits > 1, EXACT=q_BHE.dtype == torch.float32, OVERLAPPED=overlap,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if splits > 1:
             merge_splits_kernel[(batch * heads,)](
                 target, lse, out, splits,
                 WIDTH=width, WIDTH_PAD=max(16, padded), TILE=_MERGE_TILE, MOST=triton.next_power_of_2(splits),
-                num_warps=4,
+                OVERLAPPED=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
             )  # fmt: skip
     return out
+
+
+def overlapped(device: torch.device) -> bool:
+    """Whether merges on this device are launched as :data:`OVERLAP` says: it must be a GPU that can."""
+    return OVERLAP and not INTERPRETED and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _check_query(q_BHE: torch.Tensor) -> tuple[int, int, int]:

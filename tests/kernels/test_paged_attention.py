@@ -103,8 +103,16 @@ def test_a_sequence_does_not_depend_on_its_neighbours_when_the_splits_are_fixed(
         assert torch.equal(alone[0], crowd[row])
 
 
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_an_eight_bit_cache_is_read_through_its_scales(kind, assert_near):
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((torch.int8, dtype) for dtype in (torch.float32, *HALF_DTYPES)),
+        *((torch.float8_e4m3fn, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_an_eight_bit_cache_is_read_through_its_scales(kind, dtype, splits, assert_near):
     lengths, kv_heads, width = (50, 21), 2, 32
     k, v, tables, lengths_B, rows = make_cache(lengths, kv_heads, 16, width)
     k_scale, v_scale = (torch.tensor(s, dtype=torch.float32, device=DEVICE) for s in ([0.03, 0.02], [0.025, 0.04]))
@@ -114,8 +122,13 @@ def test_an_eight_bit_cache_is_read_through_its_scales(kind, assert_near):
         return scaled.round().clamp(-127, 127).to(kind) if kind is torch.int8 else scaled.to(kind)
 
     k8, v8 = narrow(k, k_scale), narrow(v, v_scale)
-    q = draw(2, 4, width)
-    out = paged_decode(q, k8, v8, tables, lengths_B, k_scale_K=k_scale, v_scale_K=v_scale)
+    q = draw(2, 4, width, dtype=dtype)
+    # Heads of any size: nothing, and what half precision could not hold or would lose bits of.
+    q[0, 0] = 0
+    if dtype == torch.bfloat16 and kind != torch.int8:
+        q[0, 1], q[1, 3] = q[0, 1] * 1e6, q[1, 3] * 1e-7
+    out = paged_decode(q, k8, v8, tables, lengths_B, k_scale_K=k_scale, v_scale_K=v_scale, splits=splits)
+    assert out.dtype == dtype
     for row, length in enumerate(lengths):
         dense = torch.stack(
             [
@@ -243,7 +256,7 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
         paged_decode(q, pages, pages, tables, lengths, splits=change.get("splits"))
 
 
-def decode_job(dtype, cache, width, page, split, group=4):
+def decode_job(dtype, cache, width, page, split, group=4, overlapped=False):
     quantized = cache in ("i8", "fp8e4nv")
     shape = launch_shape(width, {"fp32": 4, "i8": 1, "fp8e4nv": 1}.get(cache, 2))
     scales = "*fp32" if quantized else None
@@ -257,7 +270,7 @@ def decode_job(dtype, cache, width, page, split, group=4):
             "lse_ptr": "*fp32" if split else None, "q_stride": "i32", "tables_stride": "i32", "k_stride": "i32",
             "v_stride": "i32", "splits": "i32", "scale_log2": "fp32", "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": 16,
             "PAGE": page, "WIDTH": width, "WIDTH_PAD": padded, "TILE": shape.tile, "QUANTIZED": quantized,
-            "SPLIT": split, "EXACT": dtype == "fp32",
+            "SPLIT": split, "EXACT": dtype == "fp32", "OVERLAPPED": overlapped,
         },
         "warps": shape.warps,
         "options": {"num_stages": shape.stages},
@@ -291,6 +304,7 @@ def test_decode_does_not_spill_on_hopper_and_three_programs_fit_a_multiprocessor
 def test_no_other_shape_spills_on_hopper(compile_for_hopper):
     decodes = [
         decode_job("bf16", "bf16", 128, 16, True),
+        decode_job("bf16", "bf16", 128, 16, True, overlapped=True),
         decode_job("fp16", "i8", 128, 64, True),
         decode_job("bf16", "fp8e4nv", 128, 16, False),
         decode_job("bf16", "bf16", 64, 256, True, group=3),
