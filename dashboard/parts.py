@@ -89,13 +89,21 @@ def nothing(what: str, why: str, do: str, command: str | None = None) -> None:
 
 
 def empty_store(view: View) -> None:
-    """The whole history has no measurement."""
-    nothing(
-        "The history is empty.",
-        "No record was found in the stores that are read:",
-        "Measure something, or name another store with `--store`.",
-        "pairbench run\npairbench dashboard --store FOLDER_OR_URL",
-    )
+    """The whole history has no measurement, or none that can be read."""
+    if view.history.damage:
+        nothing(
+            "Nothing here can be shown.",
+            "The stores hold something, and no measurement in it could be read: the reasons stand above.",
+            "What helps is said there; nothing was changed. To look at each part, or at another store:",
+            "pairbench history verify\npairbench dashboard --store FOLDER_OR_URL",
+        )
+    else:
+        nothing(
+            "The history is empty.",
+            "No record was found in the stores that are read:",
+            "Measure something, or name another store with `--store`.",
+            "pairbench run\npairbench dashboard --store FOLDER_OR_URL",
+        )
     st.code("\n".join(view.source.urls()), language=None)
 
 

@@ -87,7 +87,9 @@ def html_page(snapshot: Snapshot) -> str:
         if history.damage
         else ""
     )
-    if not snapshot.rows:
+    if not snapshot.rows and history.damage:
+        body = "<p>No measurement in it could be read, so that there is nothing to show.</p>"
+    elif not snapshot.rows:
         body = (
             "<p>The history is empty. <code>pairbench run</code> makes a first record; "
             "<code>pairbench report --store FOLDER</code> reads another store.</p>"
@@ -229,6 +231,13 @@ def _words() -> str:
 
 def markdown_summary(snapshot: Snapshot) -> str:
     """A summary fit for a pull request: verdicts with their commands first, then what pays."""
+    history = snapshot.source.history
+    unread = history.damage if history is not None else []
+    if not snapshot.rows and unread:
+        return (
+            f"**pairbench**: nothing could be read, {len(unread)} part(s) are damaged or newer: "
+            "`pairbench history verify` lists them.\n"
+        )
     if not snapshot.rows:
         return "**pairbench**: the history is empty; `pairbench run` makes a first record.\n"
     parts = [markdown(snapshot.judged.verdicts)]
@@ -245,9 +254,8 @@ def markdown_summary(snapshot: Snapshot) -> str:
     parts.append(markdown_table(columns, cells))
     if len(rows) > len(shown):
         parts.append(f"… and {len(rows) - len(shown)} more.")
-    history = snapshot.source.history
-    if history is not None and history.damage:
-        parts.append(f"{len(history.damage)} part(s) of the store could not be read: `pairbench history verify`.")
+    if unread:
+        parts.append(f"{len(unread)} part(s) of the store could not be read: `pairbench history verify`.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -57,7 +57,7 @@ def _speed(rows: list[Row]) -> None:
         st.subheader("Throughput", anchor="throughput")
         unit = next((str(row["unit"]) for row in rows if row["unit"]), "items")
         parts.figure(
-            scaling.by_ranks(rows, lambda r: r["m_throughput"], "items/s (higher is better)",
+            scaling.by_ranks(rows, lambda r: r["m_throughput"], f"{unit}/s (higher is better)",
                              lambda v: amount(v, f"{unit}/s"), ideal=1.0, log=True),
             "throughput",
         )  # fmt: skip
@@ -126,6 +126,7 @@ def _row(row: Row) -> dict[str, Any]:
         "throughput": row["m_throughput"],
         "throughput per rank": row["m_throughput"] / row["ranks"] if row["m_throughput"] else None,
         "peak memory": size(row["m_peak_memory"]) if row["m_peak_memory"] is not None else "",
+        "kept for backward": size(kept) if (kept := (row["counters"] or {}).get("saved_bytes")) is not None else "",
         "exposed communication": seconds(row["m_exposed_comm"]) if row["m_exposed_comm"] is not None else "",
         "bus bandwidth": amount(row["m_busbw"], "B/s") if row["m_busbw"] is not None else "",
         "skew": seconds(row["m_skew"]) if row["m_skew"] is not None else "",

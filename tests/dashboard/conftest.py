@@ -188,7 +188,8 @@ class Maker:
                         layer="system", ranks=ranks,
                         workload=f"long{ranks}", workload_id=f"long{ranks}",
                         metrics={"exposed_comm": metric("exposed_comm", latency * extra)},
-                        counters={"link_bytes": 1e6 * (ranks - 1), "bubble": 0.2, "bubble_formula": 0.18},
+                        counters={"link_bytes": 1e6 * (ranks - 1), "bubble": 0.2, "bubble_formula": 0.18,
+                                  "saved_bytes": 2.0**21 / ranks},
                     )
                 )  # fmt: skip
         return found
@@ -213,9 +214,18 @@ def damaged(root: Path) -> Path:
     return root
 
 
+def newer(root: Path) -> Path:
+    """A store of which every record was written by a newer version."""
+    (root / "h200").mkdir(parents=True)
+    lines = [json.dumps({"schema": 99, "type": "measurement", "id": f"n{n}"}) + "\n" for n in range(5)]
+    (root / "h200" / "20260301T000000Z-h2000000.jsonl").write_text("".join(lines), encoding="utf-8")
+    return root
+
+
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """State → store: ``whole``, ``empty``, ``one`` (a single run), ``damaged`` (torn, foreign, newer schema)."""
+    """State → store: ``whole``, ``empty``, ``one`` (a single run), ``damaged`` (torn, foreign, newer schema),
+    ``newer`` (nothing but a newer schema)."""
     base = tmp_path_factory.mktemp("stores")
     (base / "empty").mkdir()
     Maker(base / "one").run(0, "h200")
@@ -224,6 +234,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "empty": base / "empty",
         "one": base / "one",
         "damaged": damaged(base / "damaged"),
+        "newer": newer(base / "newer"),
     }
 
 

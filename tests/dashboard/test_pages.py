@@ -326,3 +326,18 @@ def test_what_one_side_lacks_has_a_unit(draw: Draw, stores: Stores, judged: Any)
     missing = next(table.value for table in page.dataframe if "on the other side" in table.value)
     assert "rows/s" in set(missing["unit"])
     assert missing["unit"].str.endswith("/s").all()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_store_of_which_nothing_can_be_read_is_not_called_empty(name: str, draw: Draw, stores: Stores) -> None:
+    page = draw(name, stores["newer"])
+    assert not page.exception
+    assert "5 record(s) were written by a newer pairbench" in said(page)
+    assert "Nothing here can be shown" in said(page)
+    assert "The history is empty" not in said(page)
+    assert not any("pairbench run" in code for code in codes(page))
+
+
+def test_what_a_rank_keeps_for_backward_stands_beside_its_memory(draw: Draw, stores: Stores) -> None:
+    figures = draw("scaling", stores["whole"], technique="pipeline").dataframe[-1].value
+    assert {"2 MiB", "1 MiB", "512 KiB"} == set(figures["kept for backward"])

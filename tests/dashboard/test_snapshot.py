@@ -62,12 +62,25 @@ def test_the_page_has_overview_regressions_and_series_and_loads_nothing(stores: 
     assert str(stores["whole"].parent) not in text, "the page tells of the machine that made it"
 
 
-@pytest.mark.parametrize(("state", "words"), [("empty", "The history is empty"), ("one", "too few runs"),
-                                              ("damaged", "could not be read")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ("empty", "The history is empty"),
+        ("one", "too few runs"),
+        ("damaged", "could not be read"),
+        ("newer", "nothing to show"),
+    ],
+)
 def test_the_page_stands_every_state(state: str, words: str, stores: Stores) -> None:
     _, tags = page_of(stores[state])
     assert words in "".join(tags.text)
     assert tags.loads == []
+
+
+def test_a_summary_of_what_cannot_be_read_calls_it_by_its_name(stores: Stores) -> None:
+    text = snapshot.markdown_summary(snapshot.take(open_source(str(stores["newer"]))))
+    assert "nothing could be read" in text
+    assert "is empty" not in text
 
 
 def test_the_summary_names_what_regressed_and_its_command_and_no_markup(stores: Stores, judged: Any) -> None:
