@@ -11,6 +11,10 @@ Bytes: context · (R + Q) · itemsize a sequence, for all heads together. With H
 Design. One program per sequence, block of heads and split of the context. A block of at most 64 heads keeps its output
 (R numbers a head) in registers; blocks of one sequence are neighbours in the grid and find the latents in the L2. The
 context is split and merged as in :mod:`kernels.paged_attention`.
+
+A tile of latents lies in shared memory and is an operand of both products. With few heads these can be taken the other
+way round (``turned``): positions, then latent numbers, are the rows, and heads the columns. 64 rows are what Hopper's
+asynchronous product takes from shared memory; 16 rows of heads would be held, whole, by each warp's registers.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from kernels._rows import check_float, multiprocessors, on_device_of
-from kernels.paged_attention import MAX_SPLITS, choose_splits, merge_splits_kernel
+from kernels.paged_attention import MAX_SPLITS, choose_splits, merge_splits_kernel, overlapped
 
 
 class Launch(NamedTuple):
@@ -34,15 +39,16 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     programs: int  # resident on a multiprocessor at once
+    turned: bool = False  # heads are the columns of both products
 
 
 def launch_shape(heads: int, itemsize: int) -> Launch:
     """A block of 64 heads has 128 KiB of output to hold, which takes the registers of eight warps."""
     if heads <= 16:
-        return Launch(16, 32 if itemsize <= 2 else 16, 4, 2, 2)
+        return Launch(16, 64, 8, 3, 1) if itemsize <= 2 else Launch(16, 16, 4, 2, 2)
     if heads <= 32:
         return Launch(32, 32 if itemsize <= 2 else 16, 8, 2, 1)
-    return Launch(64, 32 if itemsize <= 2 else 16, 8, 2, 1)
+    return Launch(64, 32, 8, 4, 1) if itemsize <= 2 else Launch(64, 16, 8, 2, 1)
 
 
 @triton.jit
@@ -51,8 +57,11 @@ def mla_decode_kernel(
     scale_log2,
     LATENT: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     HEADS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr,
+    TURNED: tl.constexpr, OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """One split of one sequence for one block of heads."""
+    if OVERLAPPED:
+        gdc_launch_dependents()
     block = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -72,7 +81,7 @@ def mla_decode_kernel(
     q_rope = tl.load(q + LATENT + rope[None, :], mask=real[:, None] & in_rope[None, :], other=0.0)
 
     cache = cache_ptr + row * cache_batch_stride
-    acc = tl.zeros([HEADS, LATENT_PAD], tl.float32)
+    acc = tl.zeros([LATENT_PAD, HEADS], tl.float32) if TURNED else tl.zeros([HEADS, LATENT_PAD], tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     largest = tl.full([HEADS], float("-inf"), tl.float32)
     for begin in tl.range(start, stop, TILE):
@@ -81,16 +90,28 @@ def mla_decode_kernel(
         cell = cache + place.to(tl.int64)[:, None] * cache_stride
         c = tl.load(cell + latent[None, :], mask=seen[:, None] & in_latent[None, :], other=0.0)
         r = tl.load(cell + LATENT + rope[None, :], mask=seen[:, None] & in_rope[None, :], other=0.0)
-        scores = tl.dot(q_latent, c.T, input_precision="ieee" if EXACT else "tf32")
-        scores = tl.dot(q_rope, r.T, scores, input_precision="ieee" if EXACT else "tf32") * scale_log2
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        p = tl.exp2(scores - new_largest[:, None])
-        alpha = tl.exp2(largest - new_largest)
-        total = total * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision="ieee" if EXACT else "tf32")
+        if TURNED:
+            scores = tl.dot(c, q_latent.T, input_precision="ieee" if EXACT else "tf32")
+            scores = tl.dot(r, q_rope.T, scores, input_precision="ieee" if EXACT else "tf32") * scale_log2
+            scores = tl.where(seen[:, None], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 0))
+            p = tl.exp2(scores - new_largest[None, :])
+            alpha = tl.exp2(largest - new_largest)
+            total = total * alpha + tl.sum(p, 0)
+            acc = tl.dot(c.T, p.to(c.dtype), acc * alpha[None, :], input_precision="ieee" if EXACT else "tf32")
+        else:
+            scores = tl.dot(q_latent, c.T, input_precision="ieee" if EXACT else "tf32")
+            scores = tl.dot(q_rope, r.T, scores, input_precision="ieee" if EXACT else "tf32") * scale_log2
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            p = tl.exp2(scores - new_largest[:, None])
+            alpha = tl.exp2(largest - new_largest)
+            total = total * alpha + tl.sum(p, 1)
+            acc = tl.dot(p.to(c.dtype), c, acc * alpha[:, None], input_precision="ieee" if EXACT else "tf32")
         largest = new_largest
 
+    if TURNED:
+        acc = tl.trans(acc)
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     out_row = row * heads + head
@@ -155,6 +176,7 @@ def mla_decode(
         target = torch.empty(batch, heads, splits, latent, dtype=torch.float32, device=q_BHX.device)
         lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q_BHX.device)
     padded = max(16, triton.next_power_of_2(latent))
+    overlap = overlapped(q_BHX.device) and splits > 1
     with on_device_of(q_BHX):
         mla_decode_kernel[(blocks, splits, batch)](
             q_BHX, cache_BCX, lengths_B, target, lse,
@@ -162,11 +184,13 @@ def mla_decode(
             LATENT=latent, LATENT_PAD=padded, ROPE=width - latent,
             ROPE_PAD=max(16, triton.next_power_of_2(width - latent)),
             HEADS=shape.heads, TILE=shape.tile, SPLIT=splits > 1, EXACT=q_BHX.dtype == torch.float32,
+            TURNED=shape.turned, OVERLAPPED=overlap,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if splits > 1:
             merge_splits_kernel[(batch * heads,)](
                 target, lse, out, splits,
-                WIDTH=latent, WIDTH_PAD=padded, TILE=8, MOST=triton.next_power_of_2(splits), num_warps=4,
+                WIDTH=latent, WIDTH_PAD=padded, TILE=8, MOST=triton.next_power_of_2(splits),
+                OVERLAPPED=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
             )  # fmt: skip
     return out

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.mla_decode import launch_shape, mla_decode
+import kernels.mla_decode as module
+from kernels.mla_decode import Launch, launch_shape, mla_decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -26,7 +27,10 @@ def oracle(q, cache, lengths, latent, scale):
     ("batch", "heads", "context", "latent", "rope", "splits"),
     [(2, 16, 70, 64, 16, None), (1, 5, 100, 48, 8, 3), (3, 33, 40, 32, 24, 2), (1, 70, 33, 128, 64, 1)],
 )
-def test_equals_float64(batch, heads, context, latent, rope, splits, dtype, assert_near):
+@pytest.mark.parametrize("turned", [False, True])
+def test_equals_float64(batch, heads, context, latent, rope, splits, dtype, turned, assert_near, monkeypatch):
+    if turned:
+        monkeypatch.setattr(module, "launch_shape", lambda heads, itemsize: Launch(16, 64, 4, 2, 1, turned=True))
     q = draw(batch, heads, latent + rope, dtype=dtype)
     cache = draw(batch, context, latent + rope, dtype=dtype, seed=1)
     lengths = torch.tensor([context, 0, 7][:batch], dtype=torch.int32, device=DEVICE)
@@ -50,14 +54,16 @@ def test_wrong_arguments_are_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [16, 32, 128])
-def test_nothing_spills_on_hopper(compile_for_hopper, heads):
-    shape = launch_shape(heads, 2)
+@pytest.mark.parametrize(
+    "shape", [*(launch_shape(heads, 2) for heads in (16, 32, 128)), Launch(16, 64, 4, 2, 1, turned=True)], ids=str
+)
+def test_nothing_spills_on_hopper(compile_for_hopper, shape):
     arguments = {
         "q_ptr": "*bf16", "cache_ptr": "*bf16", "lengths_ptr": "*i32", "out_ptr": "*fp32", "lse_ptr": "*fp32",
         "q_stride": "i32", "cache_batch_stride": "i64", "cache_stride": "i32", "heads": "i32", "splits": "i32",
         "scale_log2": "fp32", "LATENT": 512, "LATENT_PAD": 512, "ROPE": 64, "ROPE_PAD": 64, "HEADS": shape.heads,
         "TILE": shape.tile, "SPLIT": True, "EXACT": False,
+        "TURNED": shape.turned, "OVERLAPPED": False,
     }  # fmt: skip
     job = {
         "kernel": "kernels.mla_decode:mla_decode_kernel",
