@@ -47,6 +47,7 @@ class Launch(NamedTuple):
     unroll: int  # vectors a lane a turn
     warps: int
     ahead: bool = True  # the next turn's loads before this turn's arithmetic
+    registers: int | None = None  # a thread at most
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -55,6 +56,7 @@ class Launch(NamedTuple):
             "UNROLL": self.unroll,
             "AHEAD": self.ahead,
             "num_warps": self.warps,
+            "maxnreg": self.registers,
         }
 
 
@@ -66,7 +68,7 @@ def launch_shape(columns: int, itemsize: int, *, gradient: bool) -> Launch:
     """
     kibibytes = columns * itemsize / 1024
     if gradient:
-        warps, unroll = (16, 2) if kibibytes > 128 else (8, 4) if kibibytes > 32 else (2, 2)
+        warps, unroll = (16, 1) if kibibytes > 128 else (8, 2) if kibibytes > 32 else (2, 2)
     else:
         warps, unroll = (4, 2) if kibibytes > 128 else (2, 2) if kibibytes > 8 else (1, 1)
     return Launch(32 * warps, 16 // itemsize, unroll, warps)

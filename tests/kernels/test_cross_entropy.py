@@ -190,9 +190,9 @@ def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
         arguments = pointers | {"MEAN": True, "COLUMNS": columns}
         for name, gradient in (("loss_kernel", False), ("loss_and_gradient_kernel", True)):
             constants = launch_shape(columns, 2, gradient=gradient).constants()
-            warps = constants.pop("num_warps")
+            warps, options = constants.pop("num_warps"), {"maxnreg": constants.pop("maxnreg")}
             for smoothed in (False, True):
-                job = {"kernel": f"kernels._cross_entropy:{name}", "warps": warps}
+                job = {"kernel": f"kernels._cross_entropy:{name}", "warps": warps, "options": options}
                 jobs.append(job | {"arguments": arguments | constants | {"SMOOTHED": smoothed}})
         block, warps = backward_shape(columns, 2)
         job = {"kernel": "kernels._cross_entropy:backward_kernel", "arguments": arguments | {"BLOCK": block}}
