@@ -101,9 +101,12 @@ def html_page(snapshot: Snapshot) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<meta name='viewport' content='width=device-width,initial-scale=1'><style>{STYLE}</style></head><body>"
         f"<h1>pairbench</h1><p>Taken {esc(snapshot.made)} from {esc(', '.join(snapshot.source.names()))}</p>"
-        "<nav><a href='#coverage'>Overview</a><a href='#verdicts'>Regressions</a><a href='#series'>Series</a>"
-        "<a href='#words'>Words</a></nav>"
     )
+    if snapshot.rows:
+        head += (
+            "<nav><a href='#coverage'>Overview</a><a href='#verdicts'>Regressions</a><a href='#series'>Series</a>"
+            "<a href='#words'>Words</a></nav>"
+        )
     return head + damage + body + _words() + "</body></html>\n"
 
 

@@ -17,6 +17,8 @@ from harness.history.engine import Row
 from harness.tables import amount, seconds, size
 
 MOST_CODE = 60_000
+#: Commits over which the error is drawn.
+NEWEST = 200
 
 
 def render(view: parts.View) -> None:
@@ -143,8 +145,13 @@ def _correctness(view: parts.View, technique: str, gpu: str) -> None:
         parts.nothing("No check was recorded.", "Nothing here was compared with an oracle yet.", "",
                       f"pairbench check {technique}")  # fmt: skip
         return
-    parts.figure(pair.correctness(rows), "correctness")
-    if len({row["commit"] for row in rows}) == 1:
+    commits = list(dict.fromkeys(row["commit"] for row in rows))
+    newest = set(commits[-NEWEST:])
+    parts.figure(pair.correctness([row for row in rows if row["commit"] in newest]), "correctness")
+    if len(commits) > NEWEST:
+        failed = sum(row["passed"] is False for row in rows if row["commit"] not in newest)
+        st.caption(f"The newest {NEWEST} of {len(commits)} commits are drawn; before them {failed} check(s) failed.")
+    if len(commits) == 1:
         st.caption("One commit so far: the line begins with the second.")
 
 

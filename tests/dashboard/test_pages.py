@@ -341,3 +341,16 @@ def test_a_store_of_which_nothing_can_be_read_is_not_called_empty(name: str, dra
 def test_what_a_rank_keeps_for_backward_stands_beside_its_memory(draw: Draw, stores: Stores) -> None:
     figures = draw("scaling", stores["whole"], technique="pipeline").dataframe[-1].value
     assert {"2 MiB", "1 MiB", "512 KiB"} == set(figures["kept for backward"])
+
+
+def test_the_error_is_drawn_over_the_newest_commits_and_older_failures_are_counted(
+    draw: Draw, maker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dashboard.views import technique
+
+    monkeypatch.setattr(technique, "NEWEST", 3)
+    for at in range(5):
+        maker.run(at, "h200", everything=False)
+    page = draw("technique", maker.root, technique="add_rms_norm")
+    assert "The newest 3 of 5 commits are drawn; before them 0 check(s) failed." in said(page)
+    assert any("03" * 6 in chart.proto.spec and "00" * 6 not in chart.proto.spec for chart in page.get("plotly_chart"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from html.parser import HTMLParser
 from pathlib import Path
@@ -41,6 +42,11 @@ class Tags(HTMLParser):
         self.text.append(data)
 
 
+def dead_links(text: str) -> set[str]:
+    """Links to places that the page does not have."""
+    return set(re.findall(r"href='#(\w+)'", text)) - set(re.findall(r"id='(\w+)'", text))
+
+
 def page_of(store: Path) -> tuple[str, Tags]:
     text = snapshot.html_page(snapshot.take(open_source(str(store))))
     tags = Tags()
@@ -72,8 +78,9 @@ def test_the_page_has_overview_regressions_and_series_and_loads_nothing(stores: 
     ],
 )
 def test_the_page_stands_every_state(state: str, words: str, stores: Stores) -> None:
-    _, tags = page_of(stores[state])
+    text, tags = page_of(stores[state])
     assert words in "".join(tags.text)
+    assert dead_links(text) == set()
     assert tags.loads == []
 
 
