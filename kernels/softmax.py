@@ -13,12 +13,12 @@ Bytes through device memory, per element of e bytes:
 
 Design, by the length of a row:
 
-- To 16,384 columns, and all that the backward reads once: one tile of whole rows a program, loaded at its start and
-  kept in registers. Nothing is carried from tile to tile, so the hardware's own scheduling of programs overlaps the
-  loads of one with the arithmetic and the stores of others. Tiles that fit the tensor have no masks.
-- To 32,768 columns forward, where one row fills a multiprocessor and nothing else would be in flight while it is
-  reduced: a persistent program copies its next row to shared memory meanwhile.
-- To 131,072 columns: two passes by a wide program, the first an online softmax (`row_statistics`), the second from
+- Most rows that are read once: one tile of whole rows a program, loaded at its start and kept in registers. Nothing is
+  carried from tile to tile, so the hardware's own scheduling of programs overlaps the loads of one with the arithmetic
+  and the stores of others. Tiles that fit the tensor have no masks.
+- Forward over 16,384 columns to 32,768, in 16 bits: one row fills a multiprocessor, and nothing else would be in
+  flight while it is reduced, so a persistent program copies its next row to shared memory meanwhile.
+- Longer rows: two passes by a wide program, the first an online softmax (`row_statistics`), the second from
   the end of the row backwards, from what the caches saw last.
 """
 
