@@ -28,7 +28,15 @@ SHOTS: Final = {
 ARGUMENTS: Final = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                     "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 COLOURS: Final = 96
-DRAWN: Final = '!document.querySelector(\'[data-testid="stStatusWidget"], [data-testid="stSkeleton"]\')'
+#: The script has ended, no placeholder is left, every figure is there, and every verdict is in.
+DRAWN: Final = """() => {
+    const all = name => [...document.querySelectorAll(`[data-testid="${name}"]`)];
+    return all("stApp").every(app => app.dataset.testScriptState == "notRunning")
+        && all("stStatusWidget").length + all("stSkeleton").length == 0
+        && all("stPlotlyChart").every(chart => chart.querySelector(".main-svg"))
+        && !document.body.textContent.includes("Judging the series");
+}"""
+WAIT_MS: Final = 300_000
 
 
 def take(browser: Any, address: str, page: str, width: int, height: int, scheme: str, target: Path) -> None:
@@ -36,9 +44,10 @@ def take(browser: Any, address: str, page: str, width: int, height: int, scheme:
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     opened = context.new_page()
     opened.goto(f"{address}/{page}")
-    opened.wait_for_selector("h1", timeout=60_000)
-    opened.wait_for_function(DRAWN, timeout=60_000)
-    opened.wait_for_timeout(1500)  # figures and tables draw themselves after the page says that it is done
+    opened.wait_for_selector("h1", timeout=WAIT_MS)
+    opened.wait_for_function(DRAWN, timeout=WAIT_MS)
+    opened.wait_for_timeout(2500)  # figures and tables draw themselves after the page says that it is done
+    opened.wait_for_function(DRAWN, timeout=WAIT_MS)
     picture = Image.open(io.BytesIO(opened.screenshot())).convert("RGB")
     picture.quantize(COLOURS).save(target, optimize=True)  # a documentation's picture, not a photograph
     context.close()
