@@ -18,29 +18,53 @@ from kernels._rows import check_device, check_width, on_device_of
 
 DRAWS = 65_536
 GROUP = 8  # elements a Philox call
+ROUNDS = 10  # of Philox
 _MAX_COLUMNS = 16_384
 _TILE = 2048
 
 
 @triton.jit
-def keep_tile(seed, row, threshold, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which elements of a tile stay: eight draws of 16 bits a Philox call, for eight neighbours in a row."""
+def _above(word, bound):
+    """Whether the two draws in a word, low half and high half, are at least the threshold (see `keep_tile`)."""
+    return (word << 16) > bound, word > bound
+
+
+@triton.jit
+def keep_tile(
+    seed, row, threshold, GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr
+):
+    """Which elements of a tile stay: eight draws of 16 bits a Philox call, for eight neighbours in a row.
+
+    threshold  1 to 65,536 of the draws drop their element. A draw is compared where it stands, in the upper half of a
+               word: draw >= threshold just if 65,536 * draw + anything below 65,536 > 65,536 * threshold - 1.
+    """
     counter = row * GROUPS + tl.arange(0, BLOCK // 8)[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counter)
-    k0 = tl.join((w0 & 0xFFFF).to(tl.int32) >= threshold, (w0 >> 16).to(tl.int32) >= threshold)
-    k1 = tl.join((w1 & 0xFFFF).to(tl.int32) >= threshold, (w1 >> 16).to(tl.int32) >= threshold)
-    k2 = tl.join((w2 & 0xFFFF).to(tl.int32) >= threshold, (w2 >> 16).to(tl.int32) >= threshold)
-    k3 = tl.join((w3 & 0xFFFF).to(tl.int32) >= threshold, (w3 >> 16).to(tl.int32) >= threshold)
-    return tl.reshape(tl.join(tl.join(k0, k1), tl.join(k2, k3)), (ROWS, BLOCK))
+    w0, w1, w2, w3 = tl.randint4x(seed, counter, ROUNDS)
+    bound = ((threshold - 1).to(tl.uint32) << 16) | 0xFFFF
+    low0, high0 = _above(w0, bound)
+    low1, high1 = _above(w1, bound)
+    low2, high2 = _above(w2, bound)
+    low3, high3 = _above(w3, bound)
+    even = tl.join(tl.join(low0, high0), tl.join(low1, high1))
+    odd = tl.join(tl.join(low2, high2), tl.join(low3, high3))
+    return tl.reshape(tl.join(even, odd), (ROWS, BLOCK))
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
 def _mask_kernel(
-    out_ptr, rows, seed, threshold, COLUMNS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    out_ptr,
+    rows,
+    seed,
+    threshold,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    keep = keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK)
+    keep = keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK, ROUNDS)
     tl.store(out_ptr + row * COLUMNS + column, keep.to(tl.int8), mask=(row < rows) & (column < COLUMNS))
 
 
@@ -69,6 +93,8 @@ def dropout_mask(rows: int, columns: int, p: float, seed: int, device: torch.dev
     check_width("columns", columns, _MAX_COLUMNS)
     out = torch.empty((rows, columns), dtype=torch.int8, device=device)
     check_device("device", out)
+    if drop_threshold(p) == 0:
+        return torch.ones_like(out, dtype=torch.bool)
     if rows:
         block = max(GROUP, triton.next_power_of_2(columns))
         tile_rows = max(1, _TILE // block)
@@ -82,6 +108,7 @@ def dropout_mask(rows: int, columns: int, p: float, seed: int, device: torch.dev
                 GROUPS=triton.cdiv(columns, GROUP),
                 BLOCK=block,
                 ROWS=tile_rows,
+                ROUNDS=ROUNDS,
                 num_warps=max(4, block // 1024),
             )
     return out.bool()

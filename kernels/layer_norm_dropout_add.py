@@ -16,8 +16,15 @@ One call an element would make the kernel arithmetic-bound at about half of the 
 dropped when its 16-bit draw lies below round(p * 65536): the rate is p to the nearest multiple of 2⁻¹⁶, exactly,
 and the scale is the reciprocal of that keep rate.
 
-Design. As add_rms_norm: tiles of whole rows held in registers (mean and variance in two passes over registers, no
-cancellation), a persistent grid that loads ahead, partial rows for both weight gradients, no atomics.
+Design. Tiles of whole rows are held in registers, so a row is read once. In the forward a program takes one tile: all
+its loads are issued at the start, the mask is made while they are on their way, and the programs that are resident
+hide each other's latency. The backward is persistent, with the weight and its two sums in registers, and loads the
+next tile before it computes the present one; each program writes one partial row of both sums, no atomics.
+
+Sums along a row cost a barrier each, so both of a row are taken at once. The forward's are those of x - x₀ and
+(x - x₀)², x₀ the row's first element: variance = E[(x - x₀)²] - E[x - x₀]², which cancels no more than
+1 + ((mean - x₀) / deviation)² allows, a handful for a row of the kind that is normalised and never more than the row's
+length, which costs about a rounding of float16. float32 rows take mean and variance in two passes over registers.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3; Srivastava et al., "Dropout", 2014, section
 10; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, section 3.3 (Philox).
@@ -32,6 +39,7 @@ import triton
 import triton.language as tl
 
 from kernels._rows import (
+    INTERPRETED,
     as_rows,
     check_beside,
     check_float,
@@ -41,10 +49,13 @@ from kernels._rows import (
     multiprocessors,
     on_device_of,
 )
-from kernels._tiles import load_tile, sum_rows
-from kernels.dropout_mask import GROUP, check_seed, drop_threshold, keep_scale, keep_tile
+from kernels._tiles import sum_rows
+from kernels.dropout_mask import GROUP, ROUNDS, check_seed, drop_threshold, keep_scale, keep_tile
 
 MAX_COLUMNS = 16_384
+
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Launch(NamedTuple):
@@ -53,24 +64,72 @@ class Launch(NamedTuple):
     tile_rows: int
     block: int  # columns padded to a power of two, at least one Philox group
     warps: int
-    programs: int  # a multiprocessor
-    registers: int  # a thread, so that all these programs are resident at once
-    prefetch: bool
+    programs: int  # a multiprocessor; only the backward's walk, the forward has one tile a program
+    registers: int  # a thread, so that these programs are resident at once
 
 
 def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
-    """As add_rms_norm, with 16 warps a multiprocessor both ways: Philox's state takes the registers of the rest.
+    """Sixteen warps a multiprocessor. Forward: 64 bytes of a row a thread, which takes the fewest instructions.
 
-    The backward of rows past 8,192 is the one case that spills: its two float32 sums alone fill half of the registers.
+    Backward: 32 bytes, beside the two float32 sums and the tile that is on its way. Rows past 8,192 elements spill in
+    the backward, where the sums alone fill half of the registers, and in the forward of float32.
     """
     block = max(GROUP, triton.next_power_of_2(columns))
-    tile_rows = max(1, 2048 // block)
-    warps = max(4, tile_rows * block * itemsize // 1024)
-    most = 16
-    prefetch = warps <= most
-    warps = min(32 if warps > (most if backward else 2 * most) else most, warps)
-    programs = max(1, 16 // warps)
-    return Launch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
+    tile_rows = max(1, 1024 // block)
+    warps = min(16, max(1, tile_rows * block * itemsize // (1024 if backward else 2048)))
+    programs = 16 // warps
+    return Launch(tile_rows, block, warps, programs, 128)
+
+
+def one_pass(dtype: torch.dtype) -> bool:
+    """Whether the forward takes both sums of a row at once."""
+    return dtype != torch.float32
+
+
+@triton.jit
+def _load(pointer, stride, row, rows, column, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of a tensor, zero outside it; read once, so first to leave the caches. EVEN: every row is one of it."""
+    mask = column < COLUMNS if EVEN else (row < rows) & (column < COLUMNS)
+    return tl.load(pointer + row * stride + column, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_vector(pointer, column, COLUMNS: tl.constexpr):
+    """A weight, read by every program: last to leave the caches."""
+    return tl.load(pointer + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_last")
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _two_sums(a, b):
+    """The sums of a and b (ROWS, BLOCK) along their rows, with the barriers of one."""
+    if _INTERPRETED:
+        first, second = tl.sum(a, axis=1, keep_dims=True), tl.sum(b, axis=1, keep_dims=True)
+    else:
+        first, second = tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
+    return first, second
+
+
+@triton.jit
+def _statistics(x, x_first, eps, in_row, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr):
+    """Mean and reciprocal deviation of rows x (ROWS, BLOCK) float32; x_first (ROWS, 1) their first elements."""
+    if ONE_PASS:
+        shifted = tl.where(in_row, x - x_first, 0.0)
+        level, square = _two_sums(shifted, shifted * shifted)
+        level /= COLUMNS
+        mean = x_first + level
+        variance = square / COLUMNS - level * level
+        rstd = tl.rsqrt(tl.where(variance < 0.0, 0.0, variance) + eps)  # a choice, since a maximum would lose NaN
+    else:
+        mean = tl.sum(x, axis=1, keep_dims=True) / COLUMNS
+        centred = tl.where(in_row, x - mean, 0.0)
+        variance = tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    return mean, rstd
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
@@ -94,41 +153,31 @@ def _forward_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    EVEN: tl.constexpr,
+    ONE_PASS: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    if PREFETCH:
-        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
-        residual_next = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS)
-    while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & in_row
-        if PREFETCH:
-            x = x_next.to(tl.float32)
-            residual = residual_next.to(tl.float32)
-            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
-            residual_next = load_tile(residual_ptr, residual_stride, start + step, rows, column, in_row, ROWS)
-        else:
-            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-            residual = load_tile(residual_ptr, residual_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-        mean = tl.sum(x, axis=1, keep_dims=True) / COLUMNS
-        centred = tl.where(in_row, x - mean, 0.0)
-        variance = tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        bias = tl.load(bias_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        normed = centred * rstd * weight + bias
-        if DROP:
-            # A product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula.
-            normed *= tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
-        out = residual + normed
-        tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(mean_ptr + row, mean, mask=row < rows)
-        tl.store(rstd_ptr + row, rstd, mask=row < rows)
-        start += step
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    x = _load(x_ptr, x_stride, row, rows, column, COLUMNS, EVEN)
+    x_first = tl.load(x_ptr + row * x_stride, mask=row < rows, other=0.0)
+    residual = _load(residual_ptr, residual_stride, row, rows, column, COLUMNS, EVEN)
+    weight = _load_vector(weight_ptr, column, COLUMNS)
+    bias = _load_vector(bias_ptr, column, COLUMNS)
+    if DROP:
+        # Here, before anything waits for a load.
+        keep = tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK, ROUNDS), scale, 0.0)
+    x = x.to(tl.float32)
+    mean, rstd = _statistics(x, x_first.to(tl.float32), eps, in_row, COLUMNS, ONE_PASS)
+    out = (x - mean) * rstd * weight.to(tl.float32) + bias.to(tl.float32)
+    if DROP:
+        out *= keep  # a product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula
+    out += residual.to(tl.float32)
+    mask = in_row if EVEN else (row < rows) & in_row
+    tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(mean_ptr + row, mean, mask=row < rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])
@@ -151,42 +200,46 @@ def _backward_kernel(
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < COLUMNS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     start = tl.program_id(0).to(tl.int64) * ROWS
+    row = start + tl.arange(0, ROWS)[:, None]
+    grad_next = _load(grad_out_ptr, grad_out_stride, row, rows, column, COLUMNS, False)
+    x_next = _load(x_ptr, x_stride, row, rows, column, COLUMNS, False)
+    mean_next = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+    rstd_next = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    weight = _load_vector(weight_ptr, column, COLUMNS)
     grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     grad_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    if PREFETCH:
-        grad_next = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS)
-        x_next = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS)
     while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < rows) & in_row
-        if PREFETCH:
-            grad = grad_next.to(tl.float32)
-            x = x_next.to(tl.float32)
-            grad_next = load_tile(grad_out_ptr, grad_out_stride, start + step, rows, column, in_row, ROWS)
-            x_next = load_tile(x_ptr, x_stride, start + step, rows, column, in_row, ROWS)
-        else:
-            grad = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-            x = load_tile(x_ptr, x_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
         if DROP:
-            grad *= tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK), scale, 0.0)
-        centred = tl.where(in_row, (x - mean) * rstd, 0.0)
-        grad_bias += grad
-        grad_weight += grad * centred
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
-        grad *= weight
-        along = tl.sum(grad * centred, axis=1, keep_dims=True) / COLUMNS
-        level = tl.sum(grad, axis=1, keep_dims=True) / COLUMNS
-        grad_x = (grad - level - centred * along) * rstd
-        tl.store(grad_x_ptr + row * COLUMNS + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
+            keep = tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK, ROUNDS), scale, 0.0)
+        grad = grad_next.to(tl.float32)
+        x = x_next.to(tl.float32)
+        mean = mean_next
+        rstd = rstd_next
+        here = row
         start += step
+        row += step
+        grad_next = _load(grad_out_ptr, grad_out_stride, row, rows, column, COLUMNS, False)
+        x_next = _load(x_ptr, x_stride, row, rows, column, COLUMNS, False)
+        mean_next = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+        rstd_next = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+        if DROP:
+            grad *= keep
+        normed = tl.where(in_row, (x - mean) * rstd, 0.0)
+        grad_bias += grad
+        grad_weight += grad * normed
+        grad *= weight.to(tl.float32)
+        along, level = _two_sums(grad * normed, grad)
+        portion = rstd / COLUMNS
+        grad_x = (grad * rstd - level * portion) - normed * (along * portion)
+        inside = in_row if EVEN else (here < rows) & in_row
+        tl.store(grad_x_ptr + here * COLUMNS + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
 
     target = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * COLUMNS) + column
     tl.store(target, tl.sum(grad_weight, axis=0, keep_dims=True), mask=in_row)
@@ -227,7 +280,7 @@ def layer_norm_dropout_add_forward(
     if rows == 0:
         return out, mean, rstd
     launch = launch_shape(columns, x.element_size(), backward=False)
-    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device) * launch.programs),)
+    grid = (triton.cdiv(rows, launch.tile_rows),)
     with on_device_of(x):
         _forward_kernel[grid](
             x_rows,
@@ -249,7 +302,9 @@ def layer_norm_dropout_add_forward(
             GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
-            PREFETCH=launch.prefetch,
+            EVEN=rows % launch.tile_rows == 0,
+            ONE_PASS=one_pass(x.dtype),
+            ROUNDS=ROUNDS,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
@@ -308,7 +363,8 @@ def layer_norm_dropout_add_backward(
             GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
-            PREFETCH=launch.prefetch,
+            EVEN=rows % launch.tile_rows == 0,
+            ROUNDS=ROUNDS,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )

@@ -10,6 +10,7 @@ import torch
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
 
 
 def words(seed: int, counters: torch.Tensor) -> list[torch.Tensor]:
@@ -17,7 +18,7 @@ def words(seed: int, counters: torch.Tensor) -> list[torch.Tensor]:
     c0, c1 = counters & _MASK, counters >> 32
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
     k0, k1 = seed & _MASK, seed >> 32
-    for _ in range(10):
+    for _ in range(_ROUNDS):
         # The products wrap in int64, but their bits are the right ones; the masks drop the sign.
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1 = ((second >> 32) & _MASK) ^ c1 ^ k0, second & _MASK

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from kernels.dropout_mask import drop_threshold, dropout_mask, keep_scale
+import kernels.layer_norm_dropout_add as module
+from kernels.dropout_mask import ROUNDS, drop_threshold, dropout_mask, keep_scale
 from kernels.layer_norm_dropout_add import (
     MAX_COLUMNS,
+    Launch,
     launch_shape,
     layer_norm_dropout_add,
     layer_norm_dropout_add_backward,
@@ -18,10 +20,10 @@ SEED = 2**40 + 17
 
 
 def philox(seed, counter):
-    """Philox-4x32-10 of a 64-bit counter: Salmon et al. 2011, section 3.3."""
+    """Philox-4x32 of a 64-bit counter: Salmon et al. 2011, section 3.3."""
     words = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
     key = [seed & 0xFFFFFFFF, seed >> 32]
-    for _ in range(10):
+    for _ in range(ROUNDS):
         first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
         words = [
             (second >> 32) ^ words[1] ^ key[0],
@@ -86,6 +88,42 @@ def test_large_offset_does_not_cancel(draw, gradients, assert_near):
     tensors = [x.float(), draw(5, 96, seed=1), draw(96, seed=2), draw(96, seed=3)]
     # The mean is rounded to float32, 1e4 roundings of a row of deviation one; E[x²] - E[x]² would lose everything.
     check(tensors, draw(5, 96, seed=4), 0.25, gradients, assert_near, units=4e4)
+
+
+@pytest.mark.parametrize("columns", [1000, 1024])
+def test_an_outlier_that_comes_first_costs_16_bit_rows_no_more_than_their_rounding(columns, draw, assert_near):
+    x, residual, one = draw(4, columns, scale=1e-3), torch.zeros(4, columns), torch.ones(columns)
+    x[:, 0], x[1] = 100.0, 3.0
+    x, residual, one = (t.half().to(draw(1).device) for t in (x, residual, one))
+    out, mean, _ = layer_norm_dropout_add_forward(x, residual, one, 0 * one, 0.0, SEED)
+    want = torch.nn.functional.layer_norm(x.double(), (columns,), eps=EPS)
+    assert_near(out, want, units=2)
+    torch.testing.assert_close(mean, x.double().mean(1).float())
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, from the interpreter
+def test_16_bit_nan_and_inf_stand_where_the_plain_way_has_them(draw, assert_near):
+    x, residual, weight, bias = (draw(5, 33), draw(5, 33, seed=1), draw(33, seed=2), draw(33, seed=3))
+    x[1, 4], x[2, 0], residual[3, 5] = float("nan"), float("inf"), float("-inf")
+    tensors = [t.bfloat16() for t in (x, residual, weight, bias)]
+    out, _, _ = layer_norm_dropout_add_forward(*tensors, 0.5, SEED)
+    mask = dropout_mask(5, 33, 0.5, SEED, x.device)
+    assert_near(out, plain(mask, 2.0)(*(t.double() for t in tensors)), units=4)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("columns", [64, 50])
+def test_every_shape_of_launch_gives_the_same(rows, columns, draw, monkeypatch):
+    x, residual, grad = (draw(rows, columns, seed=seed).bfloat16() for seed in (0, 1, 4))
+    weight, bias = draw(columns, seed=2).bfloat16(), draw(columns, seed=3).bfloat16()
+    results = []
+    for tile_rows, block, programs in [(1, 64, 1), (2, 64, 2), (4, 128, 1)]:
+        launch = Launch(tile_rows, block, 4, programs, 128)
+        monkeypatch.setattr(module, "launch_shape", lambda *_, launch=launch, **__: launch)
+        out, mean, rstd = layer_norm_dropout_add_forward(x, residual, weight, bias, 0.3, SEED)
+        results.append((out, *layer_norm_dropout_add_backward(grad, x, weight, mean, rstd, 0.3, SEED)))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
 
 
 def test_the_mask_is_philox_eight_draws_a_call(draw):
@@ -186,7 +224,7 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
             arguments |= dict.fromkeys(("rows", "x_stride", "residual_stride", "grad_out_stride"), "i32")
             arguments |= {"seed": "i64", "threshold": "i32", "scale": "fp32", "DROP": True, "COLUMNS": columns}
             arguments |= {"GROUPS": columns // 8, "BLOCK": launch.block, "ROWS": launch.tile_rows}
-            arguments |= {"PREFETCH": launch.prefetch}
+            arguments |= {"EVEN": True, "ONE_PASS": itemsize == 2, "ROUNDS": ROUNDS}
             kernel = f"kernels.layer_norm_dropout_add:_{'backward' if backward else 'forward'}_kernel"
             options = {"maxnreg": launch.registers}
             jobs.append({"kernel": kernel, "arguments": arguments, "warps": launch.warps, "options": options})
@@ -195,7 +233,7 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
         assert report["stack"] == 0, job
         assert report["registers"] * 32 * launch.warps * launch.programs <= 65_536, job
         narrow = {access for access in report["accesses"] if not access.endswith("v4.b32")}
-        assert narrow <= {"ld.b32", "st.b32"}, report["accesses"]  # mean and rstd, one a row
+        assert narrow <= {"ld.b32", "st.b32", "ld.b16"}, report["accesses"]  # mean, rstd and x's first, one a row
 
 
 @pytest.mark.gpu
