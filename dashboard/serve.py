@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,6 +72,7 @@ def _warm(store: str | None, branch: str) -> None:
     from dashboard import queries
     from dashboard.source import open_source
     from harness.history import query
+    from harness.regress.compare import compare
 
     source = open_source(store, branch)
     for name in VIEWS:
@@ -84,3 +86,8 @@ def _warm(store: str | None, branch: str) -> None:
     source.once("runs", queries.all_runs)
     source.once("selections", queries.selections)
     queries.keys_of(source.history, {}, "latency")
+    for row in source.once("last runs", queries.last_runs):
+        source.once(f"ceilings {row['gpu']}", partial(queries.newest_ceilings, gpu=row["gpu"]))
+    pair = source.once("compared", queries.compared)
+    if pair is not None:  # what every comparison asks first: how noisy each series is
+        compare(source.history, *pair, ["latency"])

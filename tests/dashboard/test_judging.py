@@ -104,3 +104,19 @@ def test_it_judges_and_keeps(stores: Stores, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(judging, "_end_with_parent", lambda: None)
     assert main("HEAD", str(stores["one"])) == 0
     assert list((tmp_path / "cache" / "verdicts").glob("*.json"))
+
+
+def test_the_server_is_warm_before_the_first_browser_comes(
+    maker: Any, draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dashboard import queries, serve
+
+    for at in range(2):
+        maker.run(at, "h200")
+    serve._warm(str(maker.root), "HEAD")
+    asked: list[str] = []
+    for name in ("coverage", "last_runs", "all_runs", "selections", "compared", "newest_ceilings"):
+        monkeypatch.setattr(queries, name, lambda *_, name=name, **__: asked.append(name))
+    for page in ("overview", "technique", "compare", "runs"):
+        assert not draw(page, maker.root).exception
+    assert asked == []
