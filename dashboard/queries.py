@@ -198,6 +198,12 @@ def keys_of(history: History, filters: Mapping[str, Any], metric: str) -> list[t
     ]
 
 
+def first_measured(history: History, names: Sequence[str]) -> str:
+    """The first of some techniques that has a series to show; the first of all when none has."""
+    have = {key.technique for key, _ in keys_of(history, {}, "latency")}
+    return next((name for name in names if name in have), names[0])
+
+
 def points(history: History, keys: Sequence[SeriesKey]) -> dict[SeriesKey, list[Row]]:
     """The points of several series of one metric, as :func:`harness.history.query.series` gives them, in one query."""
     if not keys:

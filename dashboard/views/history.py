@@ -80,7 +80,7 @@ def _chosen(view: parts.View) -> list[tuple[SeriesKey, Any]]:
         return []
     columns = st.columns([2, 2, 2])
     with columns[0]:
-        technique = address.choose("Technique", "technique", names, names[0])
+        technique = address.choose("Technique", "technique", names, queries.first_measured(view.history, names))
         metric = address.choose("Metric", "metric", [n for n, m in METRICS.items() if m.judged], "latency",
                                 show=lambda name: METRICS[name].title) or "latency"  # fmt: skip
     rows = query.series_list(view.history, technique=technique)

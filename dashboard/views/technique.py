@@ -27,7 +27,7 @@ def render(view: parts.View) -> None:
     known = queries.declared()
     names = sorted({*facets["technique"], *(known if set(known) & set(facets["technique"]) else ())})
     with st.container(horizontal=True):
-        technique = address.choose("Technique", "technique", names, names[0])
+        technique = address.choose("Technique", "technique", names, queries.first_measured(view.history, names))
         gpu = address.choose("GPU type", "gpu", facets["gpu"])
     if technique is None:
         return

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UsageError
+from harness.record import to_line
 from harness.regress.acknowledge import Acknowledged
 
 Draw = Callable[..., Any]
@@ -354,3 +355,12 @@ def test_the_error_is_drawn_over_the_newest_commits_and_older_failures_are_count
     page = draw("technique", maker.root, technique="add_rms_norm")
     assert "The newest 3 of 5 commits are drawn; before them 0 check(s) failed." in said(page)
     assert any("03" * 6 in chart.proto.spec and "00" * 6 not in chart.proto.spec for chart in page.get("plotly_chart"))
+
+
+@pytest.mark.parametrize("name", ["history", "technique"])
+def test_a_page_opens_on_a_technique_that_was_measured(name: str, draw: Draw, maker: Any) -> None:
+    path = maker.run(0, "h200", everything=False)
+    record = maker.measurement(maker.common(0, "h200"), "aaa", "optimized", None, status="skipped", reason="no GPU")
+    path.write_text(path.read_text(encoding="utf-8") + to_line(record), encoding="utf-8")
+    page = draw(name, maker.root)
+    assert {box.label: box.value for box in page.selectbox}["Technique"] == "add_rms_norm"
