@@ -1,4 +1,4 @@
-"""Tiles of whole rows, and sums of partial rows: what the row-wise kernels with a weight gradient share."""
+"""Sums of partial rows: what the row-wise kernels with a weight gradient share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import triton.language as tl
 
 _REDUCE_COLUMNS = 32  # 128 bytes of float32: one full line of every partial row
 _REDUCE_ROWS = 256  # eight 16-byte loads in flight for each of 256 threads
-
-
-@triton.jit
-def load_tile(pointer, stride, start, rows, column, in_row, ROWS: tl.constexpr):
-    """Rows start to start + ROWS, zero outside; read once, so first to leave the caches."""
-    row = start + tl.arange(0, ROWS)[:, None]
-    return tl.load(
-        pointer + row * stride + column, mask=(row < rows) & in_row, other=0.0, eviction_policy="evict_first"
-    )
 
 
 @triton.jit

@@ -15,11 +15,11 @@ The rest (weight, rstd, the partial weight gradients) is below 2 % for rows that
 Design. A tile is as many whole rows as make about 4,096 elements, so a row is read once and stays in registers
 between the reduction and the scaling. The forward gives each program one tile and loads all that it needs at once:
 nothing is carried from tile to tile, and the programs that are resident overlap each other's reductions with their
-traffic better than a loop with its next loads under way does. The backward sums the weight's gradient over rows, so
-its grid is persistent: each program walks over tiles with a stride of the grid, issues the loads of its next tile
-before it reduces the present one, keeps its share of the weight gradient in float32 registers and writes one partial
-row; a second kernel adds the partial rows in a fixed order. No atomics, so the gradient is the same to the bit from
-run to run. Offsets are 64 bits wide.
+traffic. The backward sums the weight's gradient over rows, so its grid is persistent: each program walks over tiles
+with a stride of the grid, the next tile on its way to shared memory while the present one is reduced, keeps its share
+of the weight gradient in float32 registers and writes one partial row; a second kernel adds the partial rows in a
+fixed order. No atomics, so the gradient is the same to the bit from run to run. Loads carry no cache hints: on Hopper
+evict-first loads are several percent slower. Offsets are 64 bits wide.
 
 Sources: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, section 3; the split of the weight
 gradient into partial rows follows the layer-norm tutorial of Triton.
@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from kernels._rows import (
+    INTERPRETED,
     as_rows,
     check_beside,
     check_float,
@@ -43,9 +44,11 @@ from kernels._rows import (
     multiprocessors,
     on_device_of,
 )
-from kernels._tiles import load_tile, sum_rows
+from kernels._tiles import sum_rows
 
 MAX_COLUMNS = 16_384
+_SHARED_BYTES = 200 * 1024  # of the 227 KiB that a program can have
+_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class ForwardLaunch(NamedTuple):
@@ -62,30 +65,27 @@ class BackwardLaunch(NamedTuple):
     tile_rows: int
     block: int
     warps: int
-    programs: int  # a multiprocessor
-    registers: int  # a thread, so that all these programs are resident at once
-    prefetch: bool  # whether the next tile's loads are issued before the present tile is reduced
+    registers: int  # a thread
+    hold: bool  # whether the weight stays in registers
+    stages: int  # of one program a multiprocessor: the tile in hand, one that is freed, and those on their way
 
 
 def forward_shape(columns: int, itemsize: int) -> ForwardLaunch:
-    """A thread holds 64 bytes of each tensor: four 16-byte accesses under way for each."""
+    """A thread holds 32 bytes of each tensor: two 16-byte accesses under way for each."""
     block = triton.next_power_of_2(columns)
     tile_rows = max(1, 4096 // block)
-    return ForwardLaunch(tile_rows, block, min(32, max(2, tile_rows * block * itemsize // 2048)))
+    return ForwardLaunch(tile_rows, block, min(32, max(2, tile_rows * block * itemsize // 1024)))
 
 
 def backward_shape(columns: int, itemsize: int) -> BackwardLaunch:
-    """A thread holds 32 bytes of each tensor, and every program is resident at once: 16 warps a multiprocessor.
-
-    Its live values and its partial row leave registers for no more; the longest rows load nothing ahead.
-    """
+    """Tiles of 16 KiB a tensor for 512 threads, two of them in shared memory; the longest rows load nothing ahead."""
     block = triton.next_power_of_2(columns)
-    tile_rows = max(1, 2048 // block)
-    warps = max(4, tile_rows * block * itemsize // 1024)
-    prefetch = warps <= 16
-    warps = min(32 if warps > 32 else 16, warps)
-    programs = max(1, 16 // warps)
-    return BackwardLaunch(tile_rows, block, warps, programs, min(128, 65_536 // (32 * warps * programs)), prefetch)
+    tile_rows = max(1, 16_384 // (block * itemsize))
+    size = tile_rows * block * itemsize
+    warps = 16 if size <= 16_384 else 32
+    hold = block <= 8192
+    stages = 3 if hold and 3 * 2 * size <= _SHARED_BYTES else 1
+    return BackwardLaunch(tile_rows, block, warps, 65_536 // (32 * warps), hold, stages)
 
 
 @triton.jit
@@ -108,10 +108,8 @@ def _forward_kernel(
     in_row = column < COLUMNS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     mask = in_row if ROWS == 1 else (row < rows) & in_row
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0, eviction_policy="evict_first")
-    residual = tl.load(
-        residual_ptr + row * residual_stride + column, mask=mask, other=0.0, eviction_policy="evict_first"
-    )
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
     # The norm is that of the rounded sum, which is what the caller gets and what the backward reads.
     rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(summed_ptr.dtype.element_ty)
@@ -122,6 +120,51 @@ def _forward_kernel(
     out = summed * rstd * weight.to(tl.float32)
     tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
+
+
+@triton.jit
+def _backward_tile(
+    start,
+    grad_weight,
+    weight,
+    weight_ptr,
+    grad_out_ptr,
+    grad_summed_ptr,
+    summed_ptr,
+    rstd_ptr,
+    grad_in_ptr,
+    rows,
+    grad_out_stride,
+    grad_summed_stride,
+    summed_stride,
+    HAS_GRAD_SUMMED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    HOLD: tl.constexpr,
+):
+    """One tile from its first row: grad_weight and the tile's share of it. With HOLD `weight` holds the weight."""
+    column = tl.arange(0, BLOCK)[None, :]
+    row = start + tl.arange(0, ROWS)[:, None]
+    mask = (row < rows) & (column < COLUMNS)
+    grad = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=mask, other=0.0).to(tl.float32)
+    summed = tl.load(summed_ptr + row * summed_stride + column, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+    if HAS_GRAD_SUMMED and HOLD:
+        passed = tl.load(grad_summed_ptr + row * grad_summed_stride + column, mask=mask, other=0.0)
+    normed = summed * rstd
+    grad_weight += grad * normed
+    if not HOLD:
+        weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
+    grad = grad * weight.to(tl.float32)
+    along = tl.sum(grad * normed, axis=1, keep_dims=True) / COLUMNS
+    grad_in = (grad - normed * along) * rstd
+    if HAS_GRAD_SUMMED:
+        if not HOLD:  # as late as can be: the longest rows have no registers for it before
+            passed = tl.load(grad_summed_ptr + row * grad_summed_stride + column, mask=mask, other=0.0)
+        grad_in += passed.to(tl.float32)
+    tl.store(grad_in_ptr + row * COLUMNS + column, grad_in.to(grad_in_ptr.dtype.element_ty), mask=mask)
+    return grad_weight
 
 
 @triton.jit
@@ -141,49 +184,31 @@ def _backward_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    HOLD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)[None, :]
-    in_row = column < COLUMNS
+    weight = 0.0
+    if HOLD:
+        weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0)
+    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     step = tl.num_programs(0).to(tl.int64) * ROWS
     start = tl.program_id(0).to(tl.int64) * ROWS
-
-    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    if PREFETCH:
-        weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
-        grad_next = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS)
-        summed_next = load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS)
-    while start < rows:
-        row = start + tl.arange(0, ROWS)[:, None]
-        if PREFETCH:
-            grad = grad_next.to(tl.float32)
-            summed = summed_next.to(tl.float32)
-        else:
-            grad = load_tile(grad_out_ptr, grad_out_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-            summed = load_tile(summed_ptr, summed_stride, start, rows, column, in_row, ROWS).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-        if HAS_GRAD_SUMMED and PREFETCH:
-            passed = load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
-        if PREFETCH:
-            grad_next = load_tile(grad_out_ptr, grad_out_stride, start + step, rows, column, in_row, ROWS)
-            summed_next = load_tile(summed_ptr, summed_stride, start + step, rows, column, in_row, ROWS)
-        normed = summed * rstd
-        grad_weight += grad * normed
-        if not PREFETCH:
-            weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last")
-        grad = grad * weight.to(tl.float32)
-        along = tl.sum(grad * normed, axis=1, keep_dims=True) / COLUMNS
-        grad_in = (grad - normed * along) * rstd
-        if HAS_GRAD_SUMMED:
-            if not PREFETCH:
-                passed = load_tile(grad_summed_ptr, grad_summed_stride, start, rows, column, in_row, ROWS)
-            grad_in += passed.to(tl.float32)
-        mask = (row < rows) & in_row
-        tl.store(grad_in_ptr + row * COLUMNS + column, grad_in.to(grad_in_ptr.dtype.element_ty), mask=mask)
-        start += step
-
+    if _INTERPRETED:  # Triton 3.6's interpreter has no loop over bounds that are known at run time only
+        while start < rows:
+            grad_weight = _backward_tile(
+                start, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr, grad_in_ptr,
+                rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED, COLUMNS, BLOCK, ROWS, HOLD,
+            )  # fmt: skip
+            start += step
+    else:
+        for here in tl.range(start, rows, step, num_stages=STAGES):
+            grad_weight = _backward_tile(
+                here, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr, grad_in_ptr,
+                rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED, COLUMNS, BLOCK, ROWS, HOLD,
+            )  # fmt: skip
     partial = tl.sum(grad_weight, axis=0, keep_dims=True)
-    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * COLUMNS + column, partial, mask=in_row)
+    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * COLUMNS + column, partial, mask=column < COLUMNS)
 
 
 def add_rms_norm_forward(
@@ -264,7 +289,7 @@ def add_rms_norm_backward(
     if rows == 0:
         return grad_in, torch.zeros_like(weight)
     launch = backward_shape(columns, summed.element_size())
-    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(summed.device) * launch.programs),)
+    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(summed.device)),)
     partial = torch.empty((grid[0], columns), dtype=torch.float32, device=summed.device)
     with on_device_of(summed):
         _backward_kernel[grid](
@@ -283,7 +308,8 @@ def add_rms_norm_backward(
             COLUMNS=columns,
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
-            PREFETCH=launch.prefetch,
+            HOLD=launch.hold,
+            STAGES=launch.stages,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )
