@@ -33,7 +33,7 @@ def loss_kernel(
     else:
         logits_row = logits_ptr + row * stride
         right = _logit_of(logits_row, target, COLUMNS)
-        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED, EVICT=True)
+        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED)
         lse = maximum + tl.log(power)
         tl.store(loss_ptr + row, _loss_of(lse, total, right, smoothing, SMOOTHED, COLUMNS))
         tl.store(lse_ptr + row, lse)
@@ -87,15 +87,15 @@ def backward_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     if target == ignore_index:
         zeros = tl.zeros((BLOCK,), dtype=grad_ptr.dtype.element_ty)
-        tl.store(grad_here, zeros, mask=in_row, eviction_policy="evict_first")
+        tl.store(grad_here, zeros, mask=in_row)
     else:
-        x = tl.load(logits_ptr + row * stride + column, mask=in_row, other=0.0, eviction_policy="evict_first")
+        x = tl.load(logits_ptr + row * stride + column, mask=in_row, other=0.0)
         lse = tl.load(lse_ptr + row)
         scale = tl.load(scale_ptr + row * scale_stride)
         if MEAN:
             scale /= tl.load(count_ptr)
         grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS).to(grad_ptr.dtype.element_ty)
-        tl.store(grad_here, grad, mask=in_row, eviction_policy="evict_first")
+        tl.store(grad_here, grad, mask=in_row)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def loss_and_gradient_kernel(
         scale = tl.load(scale_ptr)
         # Before the row is read: the barriers that follow keep every write of the gradient behind this load.
         right = _logit_of(logits_row, target, COLUMNS)
-        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED, EVICT=False)
+        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED)
         lse = maximum + tl.log(power)
         tl.store(loss_ptr + row, _loss_of(lse, total, right, smoothing, SMOOTHED, COLUMNS))
         if FULL > 0:

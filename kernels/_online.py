@@ -18,18 +18,15 @@ def row_statistics(
     UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
     TOTAL: tl.constexpr,
-    EVICT: tl.constexpr,
 ):
     """The maximum, the sum of exp(x - maximum) and, with TOTAL, the sum of a long row, read once.
 
     Each of LANES carries a maximum and a sum of its own over UNROLL vectors of VECTOR neighbouring elements a turn:
     so many loads are in flight, twice as many where the next turn's are issued AHEAD of this turn's arithmetic. Only
-    the end of the row is masked. With EVICT what is
-    loaded leaves the caches first.
+    the end of the row is masked.
 
     A row of -inf alone has maximum -inf and sum 0; NaN and +inf make the sum NaN.
     """
-    HINT: tl.constexpr = "evict_first" if EVICT else ""
     TURN: tl.constexpr = UNROLL * LANES * VECTOR
     FULL: tl.constexpr = COLUMNS // TURN
     vector = tl.arange(0, UNROLL)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
@@ -38,19 +35,19 @@ def row_statistics(
     power = tl.zeros((LANES,), dtype=tl.float32)
     total = tl.zeros((LANES,), dtype=tl.float32)
     if AHEAD and FULL > 0:
-        x_next = tl.load(row_ptr + offset, eviction_policy=HINT)
+        x_next = tl.load(row_ptr + offset)
         for turn in range(1, FULL):
             x = x_next
-            x_next = tl.load(row_ptr + turn * TURN + offset, eviction_policy=HINT)
+            x_next = tl.load(row_ptr + turn * TURN + offset)
             maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, TOTAL)
         maximum, power, total = _take_in(x_next.to(tl.float32), maximum, power, total, TOTAL)
     else:
         for turn in range(FULL):
-            x = tl.load(row_ptr + turn * TURN + offset, eviction_policy=HINT)
+            x = tl.load(row_ptr + turn * TURN + offset)
             maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, TOTAL)
     if FULL * TURN < COLUMNS:
         in_row = offset < COLUMNS - FULL * TURN
-        x = tl.load(row_ptr + FULL * TURN + offset, mask=in_row, other=float("-inf"), eviction_policy=HINT)
+        x = tl.load(row_ptr + FULL * TURN + offset, mask=in_row, other=float("-inf"))
         maximum, power, _ = _take_in(x.to(tl.float32), maximum, power, total, False)
         if TOTAL:
             total += tl.sum(tl.sum(tl.where(in_row, x.to(tl.float32), 0.0), axis=2), axis=0)

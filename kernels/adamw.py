@@ -71,10 +71,10 @@ def _update(
     """One chunk from its first element. Only the last of a tensor is masked: a mask of any length rules out vectors."""
     offset = tl.arange(0, BLOCK)
     mask = None if WHOLE else offset < size
-    grad = tl.load(grad_ptr + offset, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    weight = tl.load(weight_ptr + offset, mask=mask, eviction_policy="evict_first")
-    first = tl.load(first_ptr + offset, mask=mask, eviction_policy="evict_first")
-    second = tl.load(second_ptr + offset, mask=mask, eviction_policy="evict_first")
+    grad = tl.load(grad_ptr + offset, mask=mask).to(tl.float32)
+    weight = tl.load(weight_ptr + offset, mask=mask)
+    first = tl.load(first_ptr + offset, mask=mask)
+    second = tl.load(second_ptr + offset, mask=mask)
     first += (1.0 - beta1) * (grad - first)
     second = beta2 * second + (1.0 - beta2) * (grad * grad)
     weight = weight * keep - rate * first / (tl.sqrt(second) * root + eps)

@@ -197,15 +197,17 @@ def _backward_kernel(
     if _INTERPRETED:  # Triton 3.6's interpreter has no loop over bounds that are known at run time only
         while start < rows:
             grad_weight = _backward_tile(
-                start, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr, grad_in_ptr,
-                rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED, COLUMNS, BLOCK, ROWS, HOLD,
+                start, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr,
+                grad_in_ptr, rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED,
+                COLUMNS, BLOCK, ROWS, HOLD,
             )  # fmt: skip
             start += step
     else:
         for here in tl.range(start, rows, step, num_stages=STAGES):
             grad_weight = _backward_tile(
-                here, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr, grad_in_ptr,
-                rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED, COLUMNS, BLOCK, ROWS, HOLD,
+                here, grad_weight, weight, weight_ptr, grad_out_ptr, grad_summed_ptr, summed_ptr, rstd_ptr,
+                grad_in_ptr, rows, grad_out_stride, grad_summed_stride, summed_stride, HAS_GRAD_SUMMED,
+                COLUMNS, BLOCK, ROWS, HOLD,
             )  # fmt: skip
     partial = tl.sum(grad_weight, axis=0, keep_dims=True)
     tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * COLUMNS + column, partial, mask=column < COLUMNS)

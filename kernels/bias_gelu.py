@@ -170,7 +170,7 @@ def _forward_kernel(
             tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         mask = _below(row, rows, EVEN) & in_row
-        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
         out, _ = _gelu(x.to(tl.float32) + bias.to(tl.float32), TANH, EXACT)
         tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 

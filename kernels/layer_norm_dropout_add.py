@@ -18,8 +18,9 @@ and the scale is the reciprocal of that keep rate.
 
 Design. Tiles of whole rows are held in registers, so a row is read once. In the forward a program takes one tile: all
 its loads are issued at the start, the mask is made while they are on their way, and the programs that are resident
-hide each other's latency. The backward is persistent, with the weight and its two sums in registers, and loads the
-next tile before it computes the present one; each program writes one partial row of both sums, no atomics.
+hide each other's latency. The backward is persistent, with the weight and its two sums in registers, and the next tile
+is on its way to shared memory while the present one is computed; each program writes one partial row of both sums, no
+atomics. Loads carry no cache hints: on Hopper evict-first loads are several percent slower.
 
 Sums along a row cost a barrier each, so both of a row are taken at once. The forward's are those of x - x₀ and
 (x - x₀)², x₀ the row's first element: variance = E[(x - x₀)²] - E[x - x₀]², which cancels no more than
@@ -36,10 +37,9 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
+from kernels._layer_norm_dropout_add import backward_kernel, forward_kernel
 from kernels._rows import (
-    INTERPRETED,
     as_rows,
     check_beside,
     check_float,
@@ -50,12 +50,10 @@ from kernels._rows import (
     on_device_of,
 )
 from kernels._tiles import sum_rows
-from kernels.dropout_mask import GROUP, ROUNDS, check_seed, drop_threshold, keep_scale, keep_tile
+from kernels.dropout_mask import GROUP, ROUNDS, check_seed, drop_threshold, keep_scale
 
 MAX_COLUMNS = 16_384
-
-
-_INTERPRETED = tl.constexpr(INTERPRETED)
+_SHARED_BYTES = 200 * 1024  # of the 227 KiB that a program can have
 
 
 class Launch(NamedTuple):
@@ -64,186 +62,29 @@ class Launch(NamedTuple):
     tile_rows: int
     block: int  # columns padded to a power of two, at least one Philox group
     warps: int
-    programs: int  # a multiprocessor; only the backward's walk, the forward has one tile a program
-    registers: int  # a thread, so that these programs are resident at once
+    registers: int  # a thread
+    stages: int = 1  # of the backward: the tile in hand, one that is freed, and those on their way
 
 
 def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
-    """Sixteen warps a multiprocessor. Forward: 64 bytes of a row a thread, which takes the fewest instructions.
+    """Forward: 64 bytes of a row a thread, which takes the fewest instructions.
 
-    Backward: 32 bytes, beside the two float32 sums and the tile that is on its way. Rows past 8,192 elements spill in
-    the backward, where the sums alone fill half of the registers, and in the forward of float32.
+    Backward: one program a multiprocessor, tiles of 16 KiB a tensor for 512 threads, two of them in shared memory. Rows
+    past 8,192 elements spill in the backward, where the sums alone fill half of the registers, and in the forward of
+    float32.
     """
     block = max(GROUP, triton.next_power_of_2(columns))
+    if backward:
+        tile_rows = max(1, 16_384 // (block * itemsize))
+        stages = 3 if 2 * 2 * tile_rows * block * itemsize <= _SHARED_BYTES else 1
+        return Launch(tile_rows, block, 16, 128, stages)
     tile_rows = max(1, 1024 // block)
-    warps = min(16, max(1, tile_rows * block * itemsize // (1024 if backward else 2048)))
-    programs = 16 // warps
-    return Launch(tile_rows, block, warps, programs, 128)
+    return Launch(tile_rows, block, min(16, max(1, tile_rows * block * itemsize // 2048)), 128)
 
 
 def one_pass(dtype: torch.dtype) -> bool:
     """Whether the forward takes both sums of a row at once."""
     return dtype != torch.float32
-
-
-@triton.jit
-def _load(pointer, stride, row, rows, column, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Rows of a tensor, zero outside it; read once, so first to leave the caches. EVEN: every row is one of it."""
-    mask = column < COLUMNS if EVEN else (row < rows) & (column < COLUMNS)
-    return tl.load(pointer + row * stride + column, mask=mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _load_vector(pointer, column, COLUMNS: tl.constexpr):
-    """A weight, read by every program: last to leave the caches."""
-    return tl.load(pointer + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_last")
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def _two_sums(a, b):
-    """The sums of a and b (ROWS, BLOCK) along their rows, with the barriers of one."""
-    if _INTERPRETED:
-        first, second = tl.sum(a, axis=1, keep_dims=True), tl.sum(b, axis=1, keep_dims=True)
-    else:
-        first, second = tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
-    return first, second
-
-
-@triton.jit
-def _statistics(x, x_first, eps, in_row, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr):
-    """Mean and reciprocal deviation of rows x (ROWS, BLOCK) float32; x_first (ROWS, 1) their first elements."""
-    if ONE_PASS:
-        shifted = tl.where(in_row, x - x_first, 0.0)
-        level, square = _two_sums(shifted, shifted * shifted)
-        level /= COLUMNS
-        mean = x_first + level
-        variance = square / COLUMNS - level * level
-        rstd = tl.rsqrt(tl.where(variance < 0.0, 0.0, variance) + eps)  # a choice, since a maximum would lose NaN
-    else:
-        mean = tl.sum(x, axis=1, keep_dims=True) / COLUMNS
-        centred = tl.where(in_row, x - mean, 0.0)
-        variance = tl.sum(centred * centred, axis=1, keep_dims=True) / COLUMNS
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
-    return mean, rstd
-
-
-@triton.jit(do_not_specialize=["seed", "threshold"])
-def _forward_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rows,
-    x_stride,
-    residual_stride,
-    eps,
-    seed,
-    threshold,
-    scale,
-    DROP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ONE_PASS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK)[None, :]
-    in_row = column < COLUMNS
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    x = _load(x_ptr, x_stride, row, rows, column, COLUMNS, EVEN)
-    x_first = tl.load(x_ptr + row * x_stride, mask=row < rows, other=0.0)
-    residual = _load(residual_ptr, residual_stride, row, rows, column, COLUMNS, EVEN)
-    weight = _load_vector(weight_ptr, column, COLUMNS)
-    bias = _load_vector(bias_ptr, column, COLUMNS)
-    if DROP:
-        # Here, before anything waits for a load.
-        keep = tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK, ROUNDS), scale, 0.0)
-    x = x.to(tl.float32)
-    mean, rstd = _statistics(x, x_first.to(tl.float32), eps, in_row, COLUMNS, ONE_PASS)
-    out = (x - mean) * rstd * weight.to(tl.float32) + bias.to(tl.float32)
-    if DROP:
-        out *= keep  # a product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula
-    out += residual.to(tl.float32)
-    mask = in_row if EVEN else (row < rows) & in_row
-    tl.store(out_ptr + row * COLUMNS + column, out.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(mean_ptr + row, mean, mask=row < rows)
-    tl.store(rstd_ptr + row, rstd, mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["seed", "threshold"])
-def _backward_kernel(
-    grad_out_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    grad_x_ptr,
-    partial_ptr,
-    rows,
-    grad_out_stride,
-    x_stride,
-    seed,
-    threshold,
-    scale,
-    DROP: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    EVEN: tl.constexpr,
-    ROUNDS: tl.constexpr,
-):
-    column = tl.arange(0, BLOCK)[None, :]
-    in_row = column < COLUMNS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    start = tl.program_id(0).to(tl.int64) * ROWS
-    row = start + tl.arange(0, ROWS)[:, None]
-    grad_next = _load(grad_out_ptr, grad_out_stride, row, rows, column, COLUMNS, False)
-    x_next = _load(x_ptr, x_stride, row, rows, column, COLUMNS, False)
-    mean_next = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-    rstd_next = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-    weight = _load_vector(weight_ptr, column, COLUMNS)
-    grad_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    grad_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    while start < rows:
-        if DROP:
-            keep = tl.where(keep_tile(seed, row, threshold, GROUPS, ROWS, BLOCK, ROUNDS), scale, 0.0)
-        grad = grad_next.to(tl.float32)
-        x = x_next.to(tl.float32)
-        mean = mean_next
-        rstd = rstd_next
-        here = row
-        start += step
-        row += step
-        grad_next = _load(grad_out_ptr, grad_out_stride, row, rows, column, COLUMNS, False)
-        x_next = _load(x_ptr, x_stride, row, rows, column, COLUMNS, False)
-        mean_next = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
-        rstd_next = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-        if DROP:
-            grad *= keep
-        normed = tl.where(in_row, (x - mean) * rstd, 0.0)
-        grad_bias += grad
-        grad_weight += grad * normed
-        grad *= weight.to(tl.float32)
-        along, level = _two_sums(grad * normed, grad)
-        portion = rstd / COLUMNS
-        grad_x = (grad * rstd - level * portion) - normed * (along * portion)
-        inside = in_row if EVEN else (here < rows) & in_row
-        tl.store(grad_x_ptr + here * COLUMNS + column, grad_x.to(grad_x_ptr.dtype.element_ty), mask=inside)
-
-    target = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * COLUMNS) + column
-    tl.store(target, tl.sum(grad_weight, axis=0, keep_dims=True), mask=in_row)
-    tl.store(target + COLUMNS, tl.sum(grad_bias, axis=0, keep_dims=True), mask=in_row)
 
 
 def layer_norm_dropout_add_forward(
@@ -282,7 +123,7 @@ def layer_norm_dropout_add_forward(
     launch = launch_shape(columns, x.element_size(), backward=False)
     grid = (triton.cdiv(rows, launch.tile_rows),)
     with on_device_of(x):
-        _forward_kernel[grid](
+        forward_kernel[grid](
             x_rows,
             residual_rows,
             weight,
@@ -341,10 +182,10 @@ def layer_norm_dropout_add_backward(
     if rows == 0:
         return grad_x, torch.zeros_like(weight), torch.zeros_like(weight)
     launch = launch_shape(columns, x.element_size(), backward=True)
-    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device) * launch.programs),)
+    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device)),)
     partial = torch.empty((grid[0], 2 * columns), dtype=torch.float32, device=x.device)
     with on_device_of(x):
-        _backward_kernel[grid](
+        backward_kernel[grid](
             grad_rows,
             x_rows,
             weight,
@@ -365,6 +206,7 @@ def layer_norm_dropout_add_backward(
             ROWS=launch.tile_rows,
             EVEN=rows % launch.tile_rows == 0,
             ROUNDS=ROUNDS,
+            STAGES=launch.stages,
             num_warps=launch.warps,
             maxnreg=launch.registers,
         )

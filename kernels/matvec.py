@@ -50,13 +50,13 @@ def matvec_kernel(
     start_of_row = weight_ptr + row[:, None] * weight_stride
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     inside = real[:, None] & (lane < columns)[None, :]
-    following = tl.load(start_of_row + lane[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    following = tl.load(start_of_row + lane[None, :], mask=inside, other=0.0)
     for start in tl.range(0, columns, BLOCK):
         tile = following
         column = start + BLOCK + lane
         inside = real[:, None] & (column < columns)[None, :]
-        following = tl.load(start_of_row + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + start + lane, mask=start + lane < columns, other=0.0, eviction_policy="evict_last")
+        following = tl.load(start_of_row + column[None, :], mask=inside, other=0.0)
+        x = tl.load(x_ptr + start + lane, mask=start + lane < columns, other=0.0)
         acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
     tl.store(out_ptr + row, tl.sum(acc, 1).to(out_ptr.dtype.element_ty), mask=real)
 

@@ -16,10 +16,13 @@ Design, by the length of a row:
 - Most rows that are read once: one tile of whole rows a program, loaded at its start and kept in registers. Nothing is
   carried from tile to tile, so the hardware's own scheduling of programs overlaps the loads of one with the arithmetic
   and the stores of others. Tiles that fit the tensor have no masks.
-- Forward over 16,384 columns to 32,768, in 16 bits: one row fills a multiprocessor, and nothing else would be in
-  flight while it is reduced, so a persistent program copies its next row to shared memory meanwhile.
+- Over 16,384 columns to 32,768, in 16 bits: a row in float32 would fill a multiprocessor's registers, and nothing else
+  would be in flight while it is reduced. So it is held in 16 bits, in half of them, and converted again for each use:
+  in the forward two programs of 32 warps fit then, one's loads beside the other's arithmetic.
 - Longer rows: two passes by a wide program, the first an online softmax (`row_statistics`), the second from
   the end of the row backwards, from what the caches saw last.
+
+Rows read once carry no cache hints: on Hopper evict-first loads and streaming stores are several percent slower.
 """
 
 from __future__ import annotations
@@ -42,10 +45,6 @@ class Launch(NamedTuple):
     tile_rows: int
     block: int  # columns padded to a power of two
     warps: int
-    programs: int = 0  # a multiprocessor, each persistent; 0: one tile a program
-    stages: int = 1  # of a persistent program: rows copied ahead, and the one in hand
-    evict: bool = True  # what is loaded leaves the caches first
-    stream: bool = True  # so does what is stored
     convert_again: bool = False  # 16-bit rows stay so between reductions, in half the registers
     registers: int | None = None  # a thread at most
 
@@ -70,12 +69,9 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     """Shapes for rows read once, by their padded length."""
     block = triton.next_power_of_2(columns)
     if block == 32_768 and itemsize == 2:
-        # Of three stages one is the row in hand, and one more is free only when that is done: one row is on its way.
-        return Launch(1, block, 32, convert_again=True) if backward else Launch(1, block, 32, programs=1, stages=3)
+        return Launch(1, block, 32, convert_again=True, registers=None if backward else 32)
     tile_rows = max(1, 2048 // block)
-    # 32 to 64 bytes of each tensor a thread: two to four 16-byte accesses.
-    share = 32 if backward or itemsize > 2 else 64
-    warps = max(1, min(32, tile_rows * block * itemsize // (32 * share)))
+    warps = max(1, min(32, tile_rows * block * itemsize // 1024))  # 32 bytes of each tensor a thread
     return Launch(tile_rows, block, warps)
 
 
@@ -86,25 +82,21 @@ def long_shape(columns: int, itemsize: int, *, backward: bool) -> LongLaunch:
 
 
 @triton.jit
-def _load_rows(pointer, stride, row, column, inside, OTHER: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    HINT: tl.constexpr = "evict_first" if EVICT else ""
+def _load_rows(pointer, stride, row, column, inside, OTHER: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
-        values = tl.load(pointer + row * stride + column, mask=inside, other=OTHER, eviction_policy=HINT)
+        values = tl.load(pointer + row * stride + column, mask=inside, other=OTHER)
     else:
-        values = tl.load(pointer + row * stride + column, eviction_policy=HINT)
+        values = tl.load(pointer + row * stride + column)
     return values
 
 
 @triton.jit
-def _store_rows(
-    pointer, row, column, values, inside, COLUMNS: tl.constexpr, MASKED: tl.constexpr, STREAM: tl.constexpr
-):
-    HINT: tl.constexpr = ".cs" if STREAM else ""
+def _store_rows(pointer, row, column, values, inside, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
     values = values.to(pointer.dtype.element_ty)
     if MASKED:
-        tl.store(pointer + row * COLUMNS + column, values, mask=inside, cache_modifier=HINT)
+        tl.store(pointer + row * COLUMNS + column, values, mask=inside)
     else:
-        tl.store(pointer + row * COLUMNS + column, values, cache_modifier=HINT)
+        tl.store(pointer + row * COLUMNS + column, values)
 
 
 @triton.jit
@@ -136,39 +128,14 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
-    EVICT: tl.constexpr,
-    STREAM: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
     """One tile a program."""
     column = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (column < COLUMNS)
-    x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED, EVICT)
-    _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED, STREAM)
-
-
-@triton.jit
-def _staged_forward_kernel(
-    x_ptr,
-    y_ptr,
-    rows,
-    x_stride,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVICT: tl.constexpr,
-    STREAM: tl.constexpr,
-    AGAIN: tl.constexpr,
-):
-    """A row at a time, the next on its way to shared memory."""
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = column < COLUMNS
-    for turn in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(turn, tl.int64)
-        x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED, EVICT)
-        _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED, STREAM)
+    x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED)
+    _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED)
 
 
 @triton.jit
@@ -183,19 +150,17 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
-    EVICT: tl.constexpr,
-    STREAM: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
     """One tile a program."""
     column = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (column < COLUMNS)
-    grad = _load_rows(grad_ptr, grad_stride, row, column, inside, 0.0, MASKED, EVICT)
-    y = _load_rows(y_ptr, y_stride, row, column, inside, 0.0, MASKED, EVICT)
+    grad = _load_rows(grad_ptr, grad_stride, row, column, inside, 0.0, MASKED)
+    y = _load_rows(y_ptr, y_stride, row, column, inside, 0.0, MASKED)
     level = tl.sum(y.to(tl.float32) * grad.to(tl.float32), axis=1, keep_dims=True)
     grad_x = _again(y, AGAIN).to(tl.float32) * (_again(grad, AGAIN).to(tl.float32) - level)
-    _store_rows(grad_x_ptr, row, column, grad_x, inside, COLUMNS, MASKED, STREAM)
+    _store_rows(grad_x_ptr, row, column, grad_x, inside, COLUMNS, MASKED)
 
 
 @triton.jit
@@ -217,7 +182,7 @@ def _long_forward_kernel(
     while row < rows:
         x_row = x_ptr + row * x_stride
         y_row = y_ptr + row * COLUMNS
-        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, False, False)
+        maximum, power, _ = row_statistics(x_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, False)
         scale = tl.div_rn(1.0, power)
         back = offset + (TURNS - 1) * BLOCK
         x_next = tl.load(x_row + back, mask=back < COLUMNS, other=0.0, eviction_policy="evict_first")
@@ -274,9 +239,8 @@ def _once(launch: Launch, rows: int, columns: int) -> dict[str, Any]:
     return {
         "COLUMNS": columns,
         "BLOCK": launch.block,
+        "ROWS": launch.tile_rows,
         "MASKED": columns != launch.block or rows % launch.tile_rows != 0,
-        "EVICT": launch.evict,
-        "STREAM": launch.stream,
         "AGAIN": launch.convert_again and not INTERPRETED,
         "num_warps": launch.warps,
         "maxnreg": launch.registers,
@@ -317,11 +281,7 @@ def softmax_forward(x: torch.Tensor) -> torch.Tensor:
             )
             return y
         launch = launch_shape(columns, x.element_size(), backward=False)
-        grid = _grid(triton.cdiv(rows, launch.tile_rows), x.device, launch.programs)
-        if launch.programs:
-            _staged_forward_kernel[grid](*tensors, STAGES=launch.stages, **_once(launch, rows, columns))
-        else:
-            _forward_kernel[grid](*tensors, ROWS=launch.tile_rows, **_once(launch, rows, columns))
+        _forward_kernel[(triton.cdiv(rows, launch.tile_rows),)](*tensors, **_once(launch, rows, columns))
     return y
 
 
@@ -339,8 +299,7 @@ def softmax_backward(grad_out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     with on_device_of(y):
         if reads_once(columns, y.element_size(), backward=True):
             launch = launch_shape(columns, y.element_size(), backward=True)
-            grid = _grid(triton.cdiv(rows, launch.tile_rows), y.device, launch.programs)
-            _backward_kernel[grid](*tensors, ROWS=launch.tile_rows, **_once(launch, rows, columns))
+            _backward_kernel[(triton.cdiv(rows, launch.tile_rows),)](*tensors, **_once(launch, rows, columns))
         else:
             long = long_shape(columns, y.element_size(), backward=True)
             _long_backward_kernel[_grid(rows, y.device, long.programs)](
