@@ -134,7 +134,8 @@ def _forward_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     inside = (row < rows) & (column < COLUMNS)
-    x = _load_rows(x_ptr, x_stride, row, column, inside, float("-inf"), MASKED)
+    # A row past the end is the last one again: nothing but -inf in it would be NaN, which nobody asked for.
+    x = _load_rows(x_ptr, x_stride, tl.minimum(row, rows - 1), column, column < COLUMNS, float("-inf"), MASKED)
     _store_rows(y_ptr, row, column, _softmax_of(x, AGAIN), inside, COLUMNS, MASKED)
 
 
