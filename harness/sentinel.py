@@ -77,8 +77,8 @@ def read_sentinel(device: str, budget_s: float = 0.3) -> Reading:
     size, copy_bytes = (GPU_SIZE, GPU_COPY_BYTES) if cuda else (CPU_SIZE, CPU_COPY_BYTES)
     dtype = torch.float32
     if cuda:
-        if target.index is None:
-            target = torch.device("cuda", torch.cuda.current_device())
+        # An index always: torch 2.11 sets no "cuda" without one.
+        target = torch.device("cuda", torch.cuda.current_device() if ":" not in device else int(device.split(":")[1]))
         torch.cuda.set_device(target)
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(target) >= (8, 0) else torch.float16
         copy_bytes = min(copy_bytes, int(torch.cuda.mem_get_info(target)[0]) // 4)

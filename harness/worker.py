@@ -18,6 +18,7 @@ def main(path: str) -> None:
 
     from harness.discover import find, load_pair
     from harness.measure import Measurement
+    from harness.memory import keep_imports
     from harness.ranked import Agreement
     from harness.world import close_world, init_world
 
@@ -28,6 +29,8 @@ def main(path: str) -> None:
     events = Events(Path(job.out), rank)
     agreement = Agreement(rank, world)
     pair = load_pair(find(job.technique))
+    chosen = [pair.variant(name) for name in pair.variants if name in job.variants]
+    keep_imports(any(v.compiled for v in chosen) and any(w.tier != "smoke" for w in job.workloads))
     for workload in job.workloads:
         Measurement(pair, workload, job, agreement, events).run(mesh)
     events.done()
