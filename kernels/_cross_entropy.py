@@ -55,10 +55,10 @@ def _loss_of(lse, total, right, smoothing, SMOOTHED: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS: tl.constexpr):
-    """scale * (softmax - smoothed target)."""
+def _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS: tl.constexpr, APART: tl.constexpr):
+    """scale * (softmax - smoothed target); with APART zero at the target, whose element is kept elsewhere."""
     share = tl.exp(x.to(tl.float32) - lse) - smoothing / COLUMNS
-    return scale * tl.where(column == target, share - (1.0 - smoothing), share)
+    return scale * tl.where(column == target, 0.0 if APART else share - (1.0 - smoothing), share)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def backward_kernel(
         scale = tl.load(scale_ptr + row * scale_stride)
         if MEAN:
             scale /= tl.load(count_ptr)
-        grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS).to(grad_ptr.dtype.element_ty)
+        grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, False).to(grad_ptr.dtype.element_ty)
         tl.store(grad_here, grad, mask=in_row)
 
 
@@ -103,18 +103,23 @@ def loss_and_gradient_kernel(
     logits_ptr,
     target_ptr,
     loss_ptr,
+    own_ptr,
     scale_ptr,
     stride,
     ignore_index,
     smoothing,
     SMOOTHED: tl.constexpr,
+    APART: tl.constexpr,
     COLUMNS: tl.constexpr,
     LANES: tl.constexpr,
     VECTOR: tl.constexpr,
     UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The loss of one row, then its gradient over it, from the end of the row: what the caches saw last."""
+    """The loss of one row, then its gradient over it, from the end of the row: what the caches saw last.
+
+    With APART the gradient is zero at the target, whose own element goes to own_ptr, unrounded.
+    """
     BLOCK: tl.constexpr = UNROLL * LANES * VECTOR
     FULL: tl.constexpr = COLUMNS // BLOCK
     row = tl.program_id(0).to(tl.int64)
@@ -124,6 +129,8 @@ def loss_and_gradient_kernel(
     target = tl.load(target_ptr + row).to(tl.int64)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
+        if APART:
+            tl.store(own_ptr + row, 0.0)
         zeros = tl.zeros((BLOCK,), dtype=element)
         for turn in range(FULL + 1):
             column = turn * BLOCK + offset
@@ -135,21 +142,24 @@ def loss_and_gradient_kernel(
         maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED)
         lse = maximum + tl.log(power)
         tl.store(loss_ptr + row, _loss_of(lse, total, right, smoothing, SMOOTHED, COLUMNS))
+        if APART:
+            own = scale * (tl.exp(right - lse) - smoothing / COLUMNS - (1.0 - smoothing))
+            tl.store(own_ptr + row, tl.where((target >= 0) & (target < COLUMNS), own, 0.0))
         if FULL > 0:
             x_next = tl.load(logits_row + (FULL - 1) * BLOCK + offset, eviction_policy="evict_first")
         if FULL * BLOCK < COLUMNS:
             column = FULL * BLOCK + offset
             x = tl.load(logits_row + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_first")
-            grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS).to(element)
+            grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, APART).to(element)
             tl.store(logits_row + column, grad, mask=column < COLUMNS, eviction_policy="evict_first")
         if FULL > 0:
             for turn in range(1, FULL):
                 x = x_next
                 x_next = tl.load(logits_row + (FULL - 1 - turn) * BLOCK + offset, eviction_policy="evict_first")
                 column = (FULL - turn) * BLOCK + offset
-                grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS).to(element)
+                grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, APART).to(element)
                 tl.store(logits_row + column, grad, eviction_policy="evict_first")
-            grad = _gradient_of(x_next, offset, lse, target, scale, smoothing, COLUMNS).to(element)
+            grad = _gradient_of(x_next, offset, lse, target, scale, smoothing, COLUMNS, APART).to(element)
             tl.store(logits_row + offset, grad, eviction_policy="evict_first")
 
 

@@ -207,16 +207,21 @@ def cross_entropy_gradient_(
     scale: torch.Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    own: torch.Tensor | None = None,
 ) -> None:
     """Overwrite the logits with scale times their gradient, and fill `losses` (rows,) with each row's loss.
 
     scale is a float32 scalar on the device (one over the count, for the mean). For callers that make the logits
     themselves and need them no more: one program reads a row twice while the caches hold it, and writes it once.
+    With `own` (rows,) float32 the gradient is zero at each row's target, and own holds that element, unrounded: it is
+    most of the gradient, and exact sums of it are cheap (see linear_cross_entropy).
     """
     logits, target = _check(logits, target, label_smoothing, "sum")
     rows, columns = logits.shape
     if tuple(losses.shape) != (rows,) or losses.dtype != torch.float32 or not losses.is_contiguous():
         raise ValueError(f"losses: {losses.dtype} of {tuple(losses.shape)}; it must be contiguous float32 of ({rows},)")
+    if own is not None and (tuple(own.shape) != (rows,) or own.dtype != torch.float32 or not own.is_contiguous()):
+        raise ValueError(f"own: {own.dtype} of {tuple(own.shape)}; it must be contiguous float32 of ({rows},)")
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"scale: {scale.dtype} of {tuple(scale.shape)}; it must be one float32")
     if rows == 0:
@@ -226,11 +231,13 @@ def cross_entropy_gradient_(
             logits,
             target,
             losses,
+            losses if own is None else own,
             scale,
             logits.stride(0),
             ignore_index,
             label_smoothing,
             SMOOTHED=label_smoothing > 0.0,
+            APART=own is not None,
             COLUMNS=columns,
             **launch_shape(columns, logits.element_size(), gradient=True).constants(),
         )

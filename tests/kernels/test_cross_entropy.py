@@ -180,14 +180,34 @@ def test_every_launch_shape_gives_the_same(shape, columns, smoothing, draw, asse
     assert_near(logits, double.grad, units=8)
 
 
+def test_the_target_s_own_element_can_be_kept_apart_and_unrounded(draw, assert_near):
+    logits = (4 * draw(6, 700)).half()
+    target = torch.tensor([0, 699, 5, -100, 300, 900], device=logits.device)  # one ignored, one that is no column
+    together, apart = logits.clone(), logits.clone()
+    losses, own, scale = torch.empty(6), torch.full((6,), float("nan")), torch.tensor(0.25)
+    losses, own, scale = (t.to(logits.device) for t in (losses, own, scale))
+    cross_entropy_gradient_(together, target, losses, scale, label_smoothing=0.1)
+    cross_entropy_gradient_(apart, target, losses, scale, label_smoothing=0.1, own=own)
+    rows, columns = torch.arange(3), target[:3].cpu()
+    exact = 0.25 * (logits.double().softmax(-1).cpu()[rows, columns] - 0.1 / 700 - 0.9)
+    assert_near(own[:3].cpu(), exact, units=8)
+    assert own[3] == own[5] == 0
+    assert (apart.cpu()[rows, columns] == 0).all()
+    apart[:3][rows, columns] = own[:3].half()
+    apart[4, 300] = own[4].half()
+    assert torch.equal(apart, together)
+    with pytest.raises(ValueError, match="own: "):
+        cross_entropy_gradient_(apart, target, losses, scale, own=own[:2])
+
+
 @pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     pointers = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64", "ignore_index": "i32"}
-    pointers |= dict.fromkeys(("loss_ptr", "lse_ptr", "scale_ptr", "count_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("loss_ptr", "lse_ptr", "own_ptr", "scale_ptr", "count_ptr"), "*fp32")
     pointers |= dict.fromkeys(("stride", "grad_stride"), "i32") | {"smoothing": "fp32", "scale_stride": 1}
     jobs = []
     for columns in (32_000, 128_256):
-        arguments = pointers | {"MEAN": True, "COLUMNS": columns}
+        arguments = pointers | {"MEAN": True, "COLUMNS": columns, "APART": True}
         for name, gradient in (("loss_kernel", False), ("loss_and_gradient_kernel", True)):
             constants = launch_shape(columns, 2, gradient=gradient).constants()
             warps, options = constants.pop("num_warps"), {"maxnreg": constants.pop("maxnreg")}
