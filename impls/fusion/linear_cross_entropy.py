@@ -117,7 +117,7 @@ PAIR = Pair(
     name="linear_cross_entropy",
     layer="kernel",
     relieves="capacity",
-    claim=Claim(latency="same", memory="lower", cost="the weight's gradient, without the targets' part, is rounded once a chunk"),
+    claim=Claim(latency="same", memory="lower", cost="a chunk's part of the weight's gradient is rounded"),
     inputs=inputs,
     oracle=oracle,
     variants={
