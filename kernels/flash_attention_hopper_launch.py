@@ -48,8 +48,8 @@ def unsupported_by_hopper(problem: Problem) -> str | None:
 
 
 def hopper_tile(problem: Problem) -> HopperTile:
-    """The tile for a problem: as many slots as fit 227 KB beside the queries."""
-    return HopperTile(stages=2 if problem.head_dim == 128 else 3)
+    """The tile for a problem: as many slots as fit 227 KB beside the queries; turns where they were measured ahead."""
+    return HopperTile(stages=2 if problem.head_dim == 128 else 3, ping_pong=problem.right is None)
 
 
 @lru_cache(maxsize=64)

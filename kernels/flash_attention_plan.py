@@ -84,7 +84,7 @@ _INTERPRETER = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)
 
 
 def choose_config(problem: Problem, capability: tuple[int, int] | None, describable: bool) -> Config:
-    """The tiles for a problem on a device of this compute capability; None is the interpreter.
+    """The kernels and tiles for a problem on a device of this compute capability; None is the interpreter.
 
     `describable` says whether every tensor's base and strides are multiples of 16 bytes, as descriptors need.
     """
@@ -93,7 +93,14 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     rounded = max(64, triton.next_power_of_2(problem.head_dim))
     if capability < (9, 0):
         return _ELSEWHERE[rounded]
-    return replace(_HOPPER[rounded], descriptors=describable, descriptor_adds=describable)
+    config = replace(_HOPPER[rounded], descriptors=describable, descriptor_adds=describable)
+    if capability == (9, 0) and describable and problem.head_dim == 128:
+        from .flash_attention_hopper_launch import hopper_tile, unsupported_by_hopper  # it imports this module
+
+        # Measured ahead of the Triton forward at D=128; D=64 and the Gluon backward have not been timed.
+        if unsupported_by_hopper(problem) is None:
+            config = replace(config, hopper=hopper_tile(problem))
+    return config
 
 
 def is_describable(tensor: torch.Tensor) -> bool:

@@ -33,8 +33,9 @@ def problem_for(head_dim: int, causal: bool, batch: int, heads: int, q_len: int,
 
 
 def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[int, int] | None) -> list[Candidate]:
-    """What to measure; the first is what `flash_attention` picks by itself. None is the interpreter."""
-    base = choose_config(problem_for(head_dim, causal, 1, 1, 4096, 4096), capability, describable=True)
+    """What to measure; the first is Triton's own choice of tiles. None is the interpreter."""
+    chosen = choose_config(problem_for(head_dim, causal, 1, 1, 4096, 4096), capability, describable=True)
+    base = replace(chosen, hopper=None)
     tile = base.forward if direction == "forward" else base.backward
     default = Candidate(f"triton {tile}", direction, head_dim, base, *_expected(head_dim, direction, causal))
     if capability is None:
@@ -58,6 +59,15 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
     if head_dim in (64, 128) and capability == (9, 0):
         found += _hopper(head_dim, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
     return found
+
+
+def is_picked(candidate: Candidate, causal: bool) -> bool:
+    """Whether `flash_attention` picks this by itself on a part of capability 9.0."""
+    problem = problem_for(candidate.head_dim, causal, 1, 1, 4096, 4096)
+    ours, chosen = candidate.config, choose_config(problem, (9, 0), describable=True)
+    if candidate.direction == "forward":
+        return ours.hopper == chosen.hopper and (ours.hopper is not None or ours.forward == chosen.forward)
+    return bool(replace(ours, forward=chosen.forward, hopper=chosen.hopper) == chosen)
 
 
 def _expected(head_dim: int, direction: str, causal: bool) -> tuple[float, str]:

@@ -21,7 +21,7 @@ from kernels.flash_attention_hopper_launch import (
     hopper_tile,
     unsupported_by_hopper,
 )
-from kernels.flash_attention_plan import Config, Tile
+from kernels.flash_attention_plan import Config, Tile, choose_config, is_describable
 from kernels.flash_attention_problem import Problem
 
 _SPEC = importlib.util.spec_from_file_location("gluon_on_threads", Path(__file__).with_name("gluon_on_threads.py"))
@@ -174,3 +174,44 @@ def test_the_kernel_on_its_gpu(shape: tuple[Any, ...], ping_pong: bool) -> None:
     for ours, truth in zip(got, torch.autograd.grad(expected, wide, grad.double()), strict=True):
         largest = max(1.0, truth.abs().max().item())
         assert (ours.cpu().double() - truth).abs().max().item() <= 2e-2 * largest
+
+
+def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> None:
+    p = problem(2, 4, 2, 1000, 1500, 128, causal=True)
+    assert choose_config(p, (9, 0), True).describe().startswith("forward gluon, 128x128 s2; backward triton")
+    full = choose_config(replace(p, right=None), (9, 0), True)
+    assert full.describe().startswith("forward gluon, 128x128 s2 taking turns; backward triton")
+    elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
+    others: list[dict[str, Any]] = [
+        {"head_dim": 64}, {"head_dim": 96}, {"head_dim": 256}, {"softcap": 30.0}, {"left": 5}, {"right": 3},
+        {"varlen": True},
+    ]  # fmt: skip
+    for capability, describable, other in elsewhere + [((9, 0), True, replace(p, **change)) for change in others]:
+        config = choose_config(other, capability, describable)
+        assert config.hopper is None, f"{capability} {other}"
+        assert config.describe().startswith("forward triton"), "the record says which kernel ran"
+        assert not config.hopper_backward
+
+
+def test_the_chosen_kernel_can_be_launched_for_every_problem_it_is_chosen_for() -> None:
+    for q_len, kv_len, causal, kv_heads in [
+        (1, 1, True, 4),
+        (1, 3000, False, 2),
+        (300, 130, True, 1),
+        (64, 64, False, 4),
+    ]:
+        p = problem(2, 4, kv_heads, q_len, kv_len, 128, causal)
+        q, k, v = draw(p, torch.float16)
+        lse = torch.empty(2, 4, q_len)
+        config = choose_config(p, (9, 0), all(is_describable(t) for t in (q, k, v)))
+        launch = hopper_forward_launch(p, config.hopper, q, k, v, torch.empty_like(q), lse)
+        assert launch.args["CAUSAL"] == causal
+        assert launch.grid[0] <= -(-q_len // 128) * 8
+
+
+def test_tensors_that_the_copy_engine_cannot_address_run_on_triton() -> None:
+    p = problem(1, 2, 2, 32, 32, 128, causal=True)
+    whole = torch.zeros(1, 32, 2, 129, dtype=torch.float16)
+    q = whole[..., 1:]
+    assert not is_describable(q)
+    assert choose_config(p, (9, 0), is_describable(q)).describe().startswith("forward triton, pointers")
