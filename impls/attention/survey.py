@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import statistics
 import subprocess
@@ -22,10 +23,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 
 from impls.attention.candidates import Candidate, candidates, launches, problem_for
 from impls.attention.plain_attention import plain_attention, visible
@@ -246,6 +249,16 @@ def compile_rows(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def made_on(compiled: bool) -> dict[str, Any]:
+    """When and on what a survey is made, as `impls.attention.outcomes` keeps it."""
+    stack = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    gpu = "sm_90" if compiled else "interpreter"
+    if torch.cuda.is_available() and not compiled:
+        gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
+        stack |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    return {"time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), "gpu": gpu, "stack": stack}
+
+
 def in_child(group: str, argv: list[str], limit: float) -> list[Row]:
     """Run a group in a process of its own; on a crash or a hang one more row says so, beside what was done by then."""
     command = [sys.executable, "-m", "impls.attention.survey", *argv, "--child", group, "--limit", str(limit)]
@@ -297,7 +310,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.out:
         Path(args.out).mkdir(parents=True, exist_ok=True)
-        (Path(args.out) / "survey.json").write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        made = {**made_on(compiled=args.compile), "rows": [asdict(row) for row in rows]}
+        (Path(args.out) / "survey.json").write_text(json.dumps(made, indent=1) + "\n")
     print(table(rows))
     return int(any(row.check.startswith(("wrong", "error")) for row in rows))
 

@@ -60,7 +60,9 @@ def test_the_tiny_survey_checks_every_candidate_and_times_none(tmp_path: Path) -
     command = ["-m", "impls.attention.survey", "--tiny", "--dims", "64", "--directions", "backward"]
     done = run([*command, "--out", str(tmp_path)], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "survey.json").read_text())
+    made = json.loads((tmp_path / "survey.json").read_text())
+    assert made["gpu"] == "interpreter"
+    rows = made["rows"]
     assert len(rows) == 2 * 2
     assert all(row["check"] == "right" and row["tflops"] is None for row in rows)
 

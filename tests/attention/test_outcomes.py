@@ -1,0 +1,95 @@
+"""The attention page's tables: made from kept surveys, each figure with its peers', its prediction and its source."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from impls.attention import outcomes
+from impls.attention.candidates import candidates
+
+PAGE = "before\n<!-- surveys: forward -->\nold\n<!-- end -->\nmid\n<!-- surveys: sources -->\n<!-- end -->\nafter\n"
+NAME = candidates(128, True, "forward", (9, 0))[0].name
+
+
+def row(name: str, tflops: float | None, **fields: Any) -> dict[str, Any]:
+    return {
+        "group": "triton", "name": name, "direction": "forward", "head_dim": 128, "causal": True, "seq": 4096,
+        "registers": None, "spills": None, "shared": None, "products": None, "check": "right", "tflops": tflops,
+        "predicted": 0.77, "why": "because", "samples_ms": [1.0, 1.1, 1.2] if tflops else [],
+    } | fields  # fmt: skip
+
+
+def peer(name: str, tflops: float, **fields: Any) -> dict[str, Any]:
+    return row(name, tflops, group="torch", check="peer", **fields)
+
+
+def write(path: Path, time: str, rows: list[dict[str, Any]], gpu: str = "some-gpu") -> Path:
+    path.write_text(json.dumps({"time": time, "gpu": gpu, "stack": {"torch": "9.9"}, "rows": rows}))
+    return path
+
+
+def line_of(text: str, name: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.startswith((f"| D=128 {name} |", f"| D=128 {name} **"))]
+    return found
+
+
+def test_a_figure_stands_beside_its_prediction_and_the_peers_of_its_own_run(tmp_path: Path) -> None:
+    early = [row(NAME, 100.0), peer("sdpa_cudnn", 200.0), peer("sdpa_flash", 80.0), peer("sdpa_cudnn", 1.0, seq=2048)]
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", early), tmp_path)
+    text = outcomes.fill(PAGE, outcomes.kept(tmp_path))
+    line = line_of(text, NAME)
+    assert line.endswith("| not yet measured | 100, 0.50 of cuDNN, 1.25 of FA2 [a] |")
+    assert "/ 0.77: " in line, "the prediction is the one that the survey carried"
+    assert "- [a] 2026-01-02T03:04:05Z, some-gpu, torch 9.9; medians of 3 rounds, 18% from the fastest" in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    later = [row(NAME, 150.0), peer("sdpa_cudnn", 600.0)]
+    outcomes.keep(write(tmp_path / "b", "2026-02-02T03:04:05Z", later), tmp_path)
+    line = line_of(outcomes.fill(text, outcomes.kept(tmp_path)), NAME)
+    assert line.endswith("| 150, 0.25 of cuDNN [a] |"), "the newest counts, with the peers of its own run only"
+
+
+def test_what_was_not_timed_or_wrong_or_not_reached_is_told_apart(tmp_path: Path) -> None:
+    names = [c.name for c in candidates(128, True, "forward", (9, 0))]
+    rows = [
+        row(names[0], None), row(names[1], None, seq=0, check="wrong: out off by 3"),
+        row(names[2], None, seq=0, check="not reached in time"), row("one that is gone", 7.0),
+    ]  # fmt: skip
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", rows), tmp_path)
+    text = outcomes.fill(PAGE, outcomes.kept(tmp_path))
+    assert line_of(text, names[0]).endswith("| right, not timed [a] |")
+    assert line_of(text, names[1]).endswith("| wrong: out off by 3 [a] |")
+    assert line_of(text, names[2]).endswith("| not yet measured |")
+    assert line_of(text, "one that is gone").endswith("| – | 7 [a] |")
+
+
+def test_the_compilers_figures_come_from_a_survey_that_compiled(tmp_path: Path) -> None:
+    figures = {"registers": 255, "spills": 3, "shared": 98336, "products": 24, "seq": 0, "check": "compiled"}
+    built = [row(NAME, None, **figures), row(NAME, None, **{**figures, "causal": False, "spills": 0})]
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", built, gpu="sm_90"), tmp_path)
+    line = line_of(outcomes.fill(PAGE, outcomes.kept(tmp_path)), NAME)
+    assert "| 255 | 0 / 3 | 98,336 | 24 |" in line
+    assert line.endswith("| not yet measured | not yet measured |"), "compiling is no measurement"
+
+
+def test_nothing_is_overwritten_and_a_survey_without_its_origin_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "2026-01-02T03:04:05Z", [row(NAME, 1.0)])
+    assert outcomes.keep(path, tmp_path) == tmp_path / "some-gpu" / "20260102T030405Z.json"
+    with pytest.raises(FileExistsError):
+        outcomes.keep(path, tmp_path)
+    path.write_text(json.dumps([row(NAME, 1.0)]))
+    with pytest.raises(ValueError, match="when and on what"):
+        outcomes.keep(path, tmp_path)
+    with pytest.raises(ValueError, match="nonsense is no part"):
+        outcomes.fill("<!-- surveys: nonsense -->\n<!-- end -->", [])
+
+
+def test_the_page_is_what_the_kept_surveys_make_of_it() -> None:
+    page = Path(__file__).parents[2] / "docs" / "attention.md"
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- surveys: ") == 3
+    assert outcomes.fill(text, outcomes.kept()) == text, "run python3 -m impls.attention.outcomes --write"
