@@ -1,9 +1,13 @@
 """What the fusion pairs claim by count, and the Philox that gives their dropout its mask."""
 
+import shutil
+
 import pytest
 import torch
 
 from harness import discover
+from harness.pair import Context
+from harness.workload import parse_workload
 from impls.fusion import _philox, adamw
 from kernels.dropout_mask import dropout_mask
 
@@ -69,3 +73,23 @@ def test_adamw_lists_a_billion_parameters_and_thousands_of_tensors():
     first, second = adamw.split(flat, [(3, 5), (2, 7)])
     assert first.flatten()[-1] == 14
     assert second.flatten()[0] == adamw.ALIGN
+
+
+@pytest.mark.slow
+def test_torch_s_compiled_adamw_is_right_over_several_steps() -> None:
+    """The peer that one line of torch gives, beside the definition, on a CPU with a compiler."""
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler for torch.compile")
+    sizes = {"layers": 1, "width": 32, "inner": 72, "kv": 8, "vocabulary": 101}
+    raw = {"name": "small", "tier": "full", "dtype": "float32", **sizes}
+    workload = parse_workload("adamw", raw, "here")
+    ctx = Context(torch.device("cpu"), torch.float32, seed=3)
+    drawn = dict(adamw.inputs(workload, ctx))
+    mine = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in drawn.items()}
+    truth = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in drawn.items()}
+    update = adamw.torch_compiled(workload, ctx)
+    for step in range(adamw.STEP, adamw.STEP + 3):
+        update(**(mine | {"step": step}))
+        adamw.oracle(**(truth | {"step": step}))
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(mine[name].double(), truth[name], rtol=1e-5, atol=1e-7)
