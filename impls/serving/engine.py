@@ -75,7 +75,8 @@ class Engine:
 
     waited: seconds that the host spent waiting for the device's tokens; what it did beside that is hidden by lookahead
     as long as it still has to wait.
-    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was refused.
+    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was refused;
+    prompt_tokens of what was admitted, and cached_tokens of them that were in the cache.
     """
 
     def __init__(
@@ -263,12 +264,12 @@ class Engine:
         return Output(sequence.id, token, finished)
 
     def _end(self, sequence: Sequence, status: str, reason: str, now: float | None = None) -> None:
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, broken=status == "failed")
         self.runner.forget(sequence)
         del self._sequences[sequence.id]
         if self.recorder is not None:
             at = self.now if now is None else now
-            self.recorder.ended(sequence.id, at, status, reason, sequence.preemptions)
+            self.recorder.ended(sequence.id, at, status, reason, sequence.preemptions, sequence.cached)
 
     def _count(self, step: Step) -> None:
         count = self.counters
@@ -278,6 +279,13 @@ class Engine:
                 "decode_tokens" if chunk.length == 1 and chunk.start >= chunk.sequence.prompt_len else "prefill_tokens"
             )
             count[kind] += chunk.length
+        for sequence, known in step.admitted:
+            if sequence.preemptions:
+                count["recomputed_tokens"] -= known
+                continue
+            sequence.cached = known
+            count["prompt_tokens"] += sequence.prompt_len
+            count["cached_tokens"] += known
         count["preempted"] += len(step.preempted)
         count["recomputed_tokens"] += sum(
             len(sequence.tokens) - 1 for sequence in step.preempted if sequence.state is State.WAITING

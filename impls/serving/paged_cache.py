@@ -58,6 +58,13 @@ class PagedCache:
         for row, (_, host_block) in enumerate(moves):
             self.host[host_block].copy_(packed[row], non_blocking=True)
 
+    def copy(self, moves: Items[tuple[int, int]]) -> None:
+        """Copies device blocks to other device blocks; all are read before any is written."""
+        if not moves:
+            return
+        places = to_device(torch.tensor(moves).T.contiguous(), self.kv.device)
+        self.kv[:, :, places[1]] = self.kv[:, :, places[0]]
+
     def copy_in(self, moves: Items[tuple[int, int]]) -> None:
         """Copies host blocks back to device blocks."""
         if not moves:

@@ -35,15 +35,20 @@ class Recorder:
             "reason": "the run ended before it did",
             "prompt_tokens": len(request.prompt),
             "preemptions": 0,
+            "cached_tokens": 0,
         }
 
     def token(self, request_id: str, now: float) -> None:
         """One token reached the user."""
         self.requests[request_id]["token_times"].append(now)
 
-    def ended(self, request_id: str, now: float, status: str, reason: str = "", preemptions: int = 0) -> None:
-        """A request is over: finished, cancelled, failed or refused."""
-        self.requests[request_id].update(finish=now, status=status, reason=reason, preemptions=preemptions)
+    def ended(
+        self, request_id: str, now: float, status: str, reason: str = "", preemptions: int = 0, cached: int = 0
+    ) -> None:
+        """A request is over: finished, cancelled, failed or refused; ``cached`` of its prompt was in the cache."""
+        self.requests[request_id].update(
+            finish=now, status=status, reason=reason, preemptions=preemptions, cached_tokens=cached
+        )
         self.end = max(self.end, now)
 
     def stepped(self, prompt_tokens: int, decodes: int, seconds: float) -> None:

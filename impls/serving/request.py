@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from impls.serving.prefix_index import Node
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -113,15 +115,21 @@ class Sequence:
 
     tokens: the prompt and what was generated so far. computed: how many of them have their keys and values in the
     cache. blocks: the cache blocks that hold them, in order; host_blocks: those on the host while it is swapped out.
+    cached: prompt tokens that were in the cache when it was first admitted. keys: hashes of its first blocks, as far as
+    asked for; indexed: how many of its blocks the prefix index was told of, and prefix: where it stands there.
     """
 
     __slots__ = (
         "blocks",
+        "cached",
         "computed",
         "host_blocks",
         "id",
+        "indexed",
+        "keys",
         "limit",
         "preemptions",
+        "prefix",
         "prompt_len",
         "sampling",
         "state",
@@ -139,6 +147,10 @@ class Sequence:
         self.host_blocks: list[int] = []
         self.state = State.WAITING
         self.preemptions = 0
+        self.cached = 0
+        self.keys: list[int] = []
+        self.indexed = 0
+        self.prefix: Node | None = None
 
     @property
     def pending(self) -> int:

@@ -95,9 +95,12 @@ class ModelRunner:
     def launch(self, step: Step) -> Callable[[], list[int]]:
         """Moves blocks and starts the chunks; what it returns waits for the tokens of the chunks that sample."""
         self.cache.copy_out(step.swap_out)
+        self.cache.copy(step.copies)
         self.cache.copy_in(step.swap_in)
         chunks = sorted(step.chunks, key=lambda chunk: chunk.length > 1)
         if self.config.batch_invariant:
+            # In several passes a sequence must not come before one whose blocks it reads.
+            chunks = step.chunks
             logits = self._run_invariant(chunks)
         elif self.graphs is not None and step.decode_only and len(chunks) <= self.graphs.largest:
             logits = self.graphs.replay(chunks)

@@ -6,14 +6,20 @@ over what the schedules allow, is the share that its own overheads leave.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from impls.serving.request import Request, Sequence
 from impls.serving.scheduler import EngineConfig, Scheduler
+
+#: A switch of the engine as (plain way, fast way), each the fields that it sets.
+Switch = tuple[Mapping[str, Any], Mapping[str, Any]]
+BATCHING: Final[Switch] = ({"batching": "static"}, {"batching": "continuous"})
+PREFIX_CACHING: Final[Switch] = ({"prefix_caching": False}, {"prefix_caching": True})
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,7 @@ def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) 
     return seconds
 
 
-def allowed_speedup(requests: Items[Request], config: EngineConfig, cost: StepCost) -> float:
-    """Static batching's time over continuous batching's, at one price, all requests queued at time 0."""
-    static = simulate(requests, replace(config, batching="static"), cost)
-    continuous = simulate(requests, replace(config, batching="continuous"), cost)
-    return static / continuous if continuous > 0 else 1.0
+def allowed_speedup(requests: Items[Request], config: EngineConfig, cost: StepCost, switch: Switch = BATCHING) -> float:
+    """The plain way's time over the fast way's, at one price, all requests queued at time 0."""
+    plain, fast = (simulate(requests, replace(config, **side), cost) for side in switch)
+    return plain / fast if fast > 0 else 1.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from impls.serving.block_manager import BlockManager
+from impls.serving.prefix_index import PrefixIndex
 from impls.serving.request import Sequence, State
 
 
@@ -31,11 +32,13 @@ class EngineConfig:
     preemption: ``recompute`` what was given up, or ``swap`` it to the host and back.
     lookahead: the next step is scheduled and launched before the tokens of the last have come back, which it takes from
     the device: the host's work hides behind the device's. An answer that ends on a stop token costs one row too many.
+    prefix_caching: full blocks of a text that is in the cache are used again by whoever begins with it.
     batch_invariant: every pass has one shape and one order of summation, so that a request's numbers do not depend on
     its neighbours to the bit.
 
     Raises:
-        ValueError: a size below 1, or a budget below the number of sequences that decode at once.
+        ValueError: a size below 1, a budget below the number of sequences that decode at once, or prefix caching of
+            reserved runs, which share nothing.
     """
 
     max_running: int = 8
@@ -50,6 +53,7 @@ class EngineConfig:
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = False
     lookahead: bool = False
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_step_tokens", "block_size", "num_blocks", "context"):
@@ -69,6 +73,8 @@ class EngineConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.prefix_caching and self.paging != "blocks":
+            raise ValueError("prefix_caching shares blocks: it needs paging='blocks'")
 
 
 @dataclass(slots=True)
@@ -83,12 +89,17 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """One pass through the model: block moves first (out, then in), then the chunks."""
+    """One pass through the model: block moves first (out, copies, in), then the chunks.
+
+    admitted: sequences that start in it, each with how many of its tokens were in the cache.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -110,7 +121,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         reserve = config.context if config.paging == "reserve" else 0
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.host_blocks, reserve)
+        index = PrefixIndex(config.block_size) if config.prefix_caching else None
+        self.blocks = BlockManager(config.num_blocks, config.block_size, config.host_blocks, reserve, index)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.swapped: deque[Sequence] = deque()
@@ -128,6 +140,7 @@ class Scheduler:
     def schedule(self) -> Step:
         """The next step; its blocks are allocated. Empty only when the engine is idle."""
         step = Step()
+        self.blocks.begin_step()
         budget = self.config.max_step_tokens
         for sequence in list(self.running):
             if sequence.pending == 1 and sequence.state is State.RUNNING:
@@ -137,6 +150,10 @@ class Scheduler:
             if sequence.pending > 1 and sequence.state is State.RUNNING:
                 take = self._chunk(sequence, budget)
                 budget -= self._go_on(sequence, take, step) if take else 0
+        # Only what preemption left in the step will run. Whoever is let in below may read it already in this very step:
+        # every layer writes the keys and values of a pass before it attends to them.
+        for chunk in step.chunks:
+            self.blocks.publish(chunk.sequence, chunk.start + chunk.length)
         if not step.preempted:
             budget -= self._swap_in(step, budget)
             if not self.swapped:
@@ -153,19 +170,20 @@ class Scheduler:
         sequence.tokens.append(token)
         return sequence.finish_reason()
 
-    def finish(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is, and frees what it holds."""
+    def finish(self, sequence: Sequence, *, broken: bool = False) -> None:
+        """Takes a sequence out, wherever it is, and frees what it holds, which nobody shall use when it is broken."""
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is State.SWAPPED:
             self.swapped.remove(sequence)
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
-        self.blocks.release(sequence)
+        self.blocks.release(sequence, broken=broken)
         sequence.state = State.DONE
 
-    def _chunk(self, sequence: Sequence, budget: int) -> int:
-        return min(sequence.pending, max(budget, 0)) if self.config.chunked_prefill else sequence.pending
+    def _chunk(self, sequence: Sequence, budget: int, known: int = 0) -> int:
+        pending = sequence.pending - known
+        return min(pending, max(budget, 0)) if self.config.chunked_prefill else pending
 
     def _go_on(self, sequence: Sequence, take: int, step: Step) -> int:
         """Runs the next ``take`` tokens, preempting the last admitted until there is room; the tokens that it took."""
@@ -209,6 +227,7 @@ class Scheduler:
             self._run(sequence)
             step.swap_in.extend(self.blocks.swap_in(sequence))
             self._put(sequence, take, step)
+            self.blocks.publish(sequence, sequence.computed + take)
             spent += take
         return spent
 
@@ -221,16 +240,20 @@ class Scheduler:
             if self.config.batching == "static" and self._batch_left < 1:
                 break
             sequence = self.waiting[0]
-            take = self._chunk(sequence, budget)
+            known = self.blocks.find_known(sequence)
+            take = self._chunk(sequence, budget, known.tokens)
             # A whole prompt longer than the budget still has to run: alone, as the step's only prompt.
             if take < 1 or (take > budget and prompts):
                 break
-            if not self.blocks.can_admit(sequence, spare=1 if self.running else 0):
+            if not self.blocks.can_admit(sequence, spare=1 if self.running else 0, known=known):
                 break
             self.waiting.popleft()
             self._run(sequence)
             self._batch_left -= 1
+            step.copies.extend(self.blocks.adopt(sequence, known))
+            step.admitted.append((sequence, known.tokens))
             self._put(sequence, take, step)
+            self.blocks.publish(sequence, sequence.computed + take)
             budget -= take
             prompts += 1
 

@@ -1,18 +1,24 @@
 """From a workload to the requests that are sent: a trace, its prompts, and what a run of them needs.
 
 The trace's dimensions are those of :mod:`harness.serving.workload_trace`; ``slots``, ``step_tokens``, ``block_size``
-and ``cache_tokens`` are the engine's sequences at once, its token budget, its blocks and its cache.
+and ``cache_tokens`` are the engine's sequences at once, its token budget, its blocks and its cache. With
+``system_prompts`` every synthetic prompt begins with one of so many texts of ``system_tokens`` tokens, as the prompts
+of an application do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from harness.pair import Context, Work
 from harness.serving.synthetic import prompt_ids
-from harness.serving.workload_trace import SYNTHETIC, trace_for
+from harness.serving.trace import Trace
+from harness.serving.workload_trace import LENGTHS_SEED, SYNTHETIC, trace_for
 from harness.workload import Workload
 from impls.model.config import ModelConfig
 from impls.model.resolve import config_for, model_path, prompts_for, token_flops
@@ -28,15 +34,17 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
     Prompts are seeded ids, equal where the trace says that prefixes are equal; with real weights they are pieces of
     real text.
     """
-    trace = trace_for(workload, ctx.trace_path)
+    trace = requests_trace(workload, ctx.trace_path)
     vocab = config_for(workload, model_path(workload, ctx)).vocab_size
-    real = model_path(workload, ctx) is not None and not trace.prefix_block_tokens
+    system, systems = system_prompt(workload)
+    real = model_path(workload, ctx) is not None and (systems or not trace.prefix_block_tokens)
     longest = max(r.prompt_tokens for r in trace.requests)
-    text = prompts_for(workload, ctx, len(trace.requests), longest).tolist() if real else None
+    text = prompts_for(workload, ctx, systems + len(trace.requests), longest).tolist() if real else None
     requests = []
     for index, r in enumerate(trace.requests):
         if text is not None:
-            prompt = text[index][: r.prompt_tokens]
+            head = text[r.prefix_blocks[0]][:system] if systems else []
+            prompt = (head + text[systems + index])[: r.prompt_tokens]
         else:
             prompt = prompt_ids(r, index, vocab, ctx.seed, trace.prefix_block_tokens)
         sampling = Sampling(max_tokens=r.output_tokens)
@@ -47,15 +55,39 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
     }
 
 
+def system_prompt(workload: Workload) -> tuple[int, int]:
+    """Tokens of a system prompt, and how many different ones there are; (0, 0) without."""
+    count = int(workload.dims.get("system_prompts", 0))
+    return (int(workload.dims["system_tokens"]), count) if count else (0, 0)
+
+
+def requests_trace(workload: Workload, trace_path: str | None = None) -> Trace:
+    """The trace of a workload, each synthetic request with one of the system prompts before its own words.
+
+    Which one belongs to the load, as the lengths do: it is the same for every seed.
+    """
+    trace = trace_for(workload, trace_path)
+    system, systems = system_prompt(workload)
+    if not systems or trace_path is not None:
+        return trace
+    drawn = np.random.default_rng(LENGTHS_SEED).integers(systems, size=len(trace.requests)).tolist()
+    requests = tuple(
+        replace(r, prompt_tokens=system + r.prompt_tokens, prefix_blocks=(which,))
+        for r, which in zip(trace.requests, drawn, strict=True)
+    )
+    return replace(trace, requests=requests, prefix_block_tokens=system)
+
+
 def engine_config(workload: Workload, **switches: Any) -> EngineConfig:
     """The engine of a workload; ``switches`` are what a technique turns."""
     block = int(workload.block_size)
+    system, _ = system_prompt(workload)
     return EngineConfig(
         max_running=int(workload.slots),
         max_step_tokens=int(workload.step_tokens),
         block_size=block,
         num_blocks=int(workload.cache_tokens) // block,
-        context=int(workload.max_prompt) + int(workload.max_output),
+        context=system + int(workload.max_prompt) + int(workload.max_output),
         **switches,
     )
 
@@ -63,14 +95,23 @@ def engine_config(workload: Workload, **switches: Any) -> EngineConfig:
 def work(workload: Workload) -> Work:
     """Tokens out, FLOPs of prompts and answers, and the least bytes: with all slots full in every step of decode.
 
-    A trace file is not at hand here, so a workload that replays one counts requests alone.
+    A system prompt has to be computed once, however many requests begin with it. A trace file is not at hand here, so a
+    workload that replays one counts requests alone.
     """
     if workload.trace != SYNTHETIC:
         return Work(items=float(workload.requests), unit="requests", reasons={"items": "requests of the trace file"})
     config = config_for(workload)
-    lengths = [(r.prompt_tokens, r.output_tokens) for r in trace_for(workload).requests]
+    requests = requests_trace(workload).requests
+    lengths = [(r.prompt_tokens, r.output_tokens) for r in requests]
     tokens = sum(output for _, output in lengths)
-    flops = sum((prompt + output - 1) * token_flops(config, (prompt + output) / 2) for prompt, output in lengths)
+    system, _ = system_prompt(workload)
+    seen: set[tuple[int, ...]] = set()
+    flops = 0.0
+    for r in requests:
+        known = system if r.prefix_blocks in seen else 0
+        seen.add(r.prefix_blocks)
+        whole = r.prompt_tokens + r.output_tokens
+        flops += (whole - known - 1) * token_flops(config, (known + whole) / 2)
     size = ITEMSIZE[workload.dtype]
     steps = math.ceil(tokens / int(workload.slots))
     weights = token_flops(config, 0) / 2 * size

@@ -51,6 +51,9 @@ class FakeRunner:
     def execute(self, step: Step) -> list[int]:
         for source, target in step.swap_out:
             self.host[target] = list(self.cache[source])
+        copied = [(target, list(self.cache[source])) for source, target in step.copies]
+        for target, block in copied:
+            self.cache[target] = block
         for source, target in step.swap_in:
             self.cache[target] = list(self.host[source])
         tokens = []

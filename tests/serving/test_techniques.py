@@ -20,12 +20,13 @@ from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import StepCost, allowed_speedup, simulate
 from impls.serving.scheduler import EngineConfig
 
-SERVE = ("paged_kv", "continuous_batching", "chunked_prefill", "kv_offload")
+SERVE = ("paged_kv", "continuous_batching", "chunked_prefill", "kv_offload", "prefix_caching")
 SWITCH = {
     "paged_kv": {"paging"},
     "continuous_batching": {"batching"},
     "chunked_prefill": {"chunked_prefill"},
     "kv_offload": {"preemption", "host_blocks"},
+    "prefix_caching": {"prefix_caching"},
 }
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 
