@@ -60,6 +60,7 @@ def _span(bounds: tuple[tuple[int, int], tuple[int, int]]) -> str:
 
 
 def python(f: Facts) -> Iterator[Finding]:
+    """The interpreter's version, and whether it can make a virtual environment."""
     has = ".".join(str(n) for n in f.python)
     if PYTHON[0] <= f.python[:2] < PYTHON[1]:
         yield Finding("python", "ok", f"Python {has}")
@@ -72,6 +73,7 @@ def python(f: Facts) -> Iterator[Finding]:
 
 
 def torch(f: Facts) -> Iterator[Finding]:
+    """torch is there, of a version that the code runs with, and imports."""
     has = f.versions.get("torch")
     wanted = f'pip install "torch{_span(TORCH)}"'
     if has is None:
@@ -85,6 +87,7 @@ def torch(f: Facts) -> Iterator[Finding]:
 
 
 def triton(f: Facts) -> Iterator[Finding]:
+    """Triton is there, of a version that the code runs with, and the one that goes with this torch."""
     if f.system != "Linux":
         yield Finding("triton", "warn", f"there is no Triton for {f.system}: Triton kernels are skipped")
         return
@@ -105,12 +108,14 @@ def triton(f: Facts) -> Iterator[Finding]:
 
 
 def interpreter(f: Facts) -> Iterator[Finding]:
+    """Whether kernels are interpreted, which nobody wants where there is a GPU."""
     if f.env.get("TRITON_INTERPRET", "").lower() not in OFF:
         message = "TRITON_INTERPRET is set: kernels are interpreted, for correctness only, and never timed"
         yield Finding("interpreter", "fail" if f.gpus else "warn", message, "unset TRITON_INTERPRET")
 
 
 def gpu(f: Facts) -> Iterator[Finding]:
+    """NVML, the driver and torch agree on the GPUs."""
     hidden = f.env.get("CUDA_VISIBLE_DEVICES")
     if f.nvml_reason is not None and f.gpus_on_the_bus:
         package = "nvidia-ml-py is not" in f.nvml_reason
@@ -136,6 +141,7 @@ def gpu(f: Facts) -> Iterator[Finding]:
 
 
 def driver(f: Facts) -> Iterator[Finding]:
+    """The driver runs the CUDA version that torch is built for."""
     if not f.gpus or f.torch_cuda is None or f.driver_cuda is None:
         return
     need, have = version_of(f.torch_cuda), version_of(f.driver_cuda)
@@ -152,6 +158,7 @@ def driver(f: Facts) -> Iterator[Finding]:
 
 
 def gpu_state(f: Facts) -> Iterator[Finding]:
+    """What makes the figures of a visible GPU differ from its data sheet's, or from run to run."""
     for g in f.visible:
         where = f"GPU {g.index} ({g.name})"
         if g.mig:
@@ -180,6 +187,7 @@ def gpu_state(f: Facts) -> Iterator[Finding]:
 
 
 def compiler(f: Facts) -> Iterator[Finding]:
+    """A C++ compiler, which torch.compile needs."""
     if f.compiler is None:
         message = "no C++ compiler: torch.compile variants are skipped"
         yield Finding("compiler", "warn", message, "apt install g++ (or set CXX)")
@@ -188,6 +196,7 @@ def compiler(f: Facts) -> Iterator[Finding]:
 
 
 def kernels_package(f: Facts) -> Iterator[Finding]:
+    """No other package takes the name of our kernels."""
     if f.kernels_elsewhere is not None:
         message = f"'import kernels' finds {f.kernels_elsewhere}, not ours"
         yield Finding("kernels", "fail", message, "pip uninstall -y kernels, and run from the checkout")
@@ -197,15 +206,20 @@ def kernels_package(f: Facts) -> Iterator[Finding]:
 
 
 def git(f: Facts) -> Iterator[Finding]:
+    """Whose commit the records are going to be, and whether its tree is clean."""
     facts = f.git
     reason = facts.reason or ""
     if facts.source in ("asv", "git"):
         if facts.shallow:
             message = "the clone is shallow: the history cannot be put in the order of commits"
             yield Finding("git", "warn", message, "git fetch --unshallow")
+        elif facts.dirty:
+            changed = ", ".join(facts.changed[:3]) + (", …" if len(facts.changed) > 3 else "")
+            message = f"commit {(facts.commit or '')[:12]}, but the tree differs ({changed or facts.reason})"
+            mend = "commit first; where files are newer than their .git: git fetch BUNDLE main && git reset FETCH_HEAD"
+            yield Finding("git", "warn", f"{message}: its records are no baseline", mend)
         else:
-            state = " (dirty: no baseline)" if facts.dirty else ""
-            yield Finding("git", "ok", f"commit {(facts.commit or '')[:12]}{state}")
+            yield Finding("git", "ok", f"commit {(facts.commit or '')[:12]}")
     elif "not installed" in reason:
         yield Finding("git", "warn", f"{reason}: records cannot be baselines", "apt install git")
     elif "dubious ownership" in reason:
@@ -219,6 +233,7 @@ def git(f: Facts) -> Iterator[Finding]:
 
 
 def store(f: Facts) -> Iterator[Finding]:
+    """The user's own history can be written, and there is room for it."""
     if f.store_problem is not None:
         yield Finding(
             "store", "fail", f"{f.store} cannot be written: {f.store_problem}", "export PAIRBENCH_DATA=FOLDER"
@@ -232,6 +247,7 @@ def store(f: Facts) -> Iterator[Finding]:
 
 
 def extras(f: Facts) -> Iterator[Finding]:
+    """Optional packages and real weights."""
     for extra, modules in EXTRAS.items():
         missing = [name for name in modules if name not in f.modules]
         if missing:

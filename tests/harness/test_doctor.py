@@ -95,6 +95,14 @@ CASES = [
     (CPU, {"compiler": None}, "compiler", "warn", "torch.compile", "apt install g++"),
     (CPU, {"kernels_distribution": "0.11.0"}, "kernels", "fail", "Hugging Face", "pip uninstall -y kernels"),
     (CPU, {"kernels_elsewhere": "/site/kernels"}, "kernels", "fail", "/site/kernels", "pip uninstall -y kernels"),
+    (
+        CPU,
+        {"git": replace(CLEAN, dirty=True, changed=("a.py",))},
+        "git",
+        "warn",
+        "differs (a.py)",
+        "git reset FETCH_HEAD",
+    ),
     (CPU, {"git": replace(CLEAN, shallow=True)}, "git", "warn", "shallow", "git fetch --unshallow"),
     (
         CPU,
