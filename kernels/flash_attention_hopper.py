@@ -4,7 +4,11 @@ After FlashAttention-3 (Shah et al. 2024): one warp feeds tiles of K and V throu
 shared memory; two groups of four warps, 64 query rows each, keep the matrix units busy. Inside a group the product
 for the next scores is issued before the softmax of the present ones is needed, so that exponentials and products
 overlap (section 3.2); with PING_PONG the two groups also take turns (section 3.1), so that one's softmax runs while the
-other's products do. Programs are persistent: the feeder fetches the next tile's keys while the present one ends.
+other's products do. Programs are persistent: the feeder fetches the next tile's keys while the present one ends. A
+program takes every n-th tile, or with COUNTER the next one that nobody has taken, which it learns from an atomic add
+when its feeder has fed the present one: under a causal mask some tiles are many times as long as others. With two
+Q_SLOTS the next tile's queries arrive during the present one, whose output leaves while the next one's first product
+runs.
 
 Keys are walked from the last to the first, so that the tiles that a mask cuts come first and the rest of the walk
 knows no mask. Dense batches, causal or full, head dimensions 64 and 128; compute capability 9.0 only.
@@ -13,7 +17,7 @@ Barriers come in pairs, full and empty, one pair a slot of a ring. Every partiti
 slot i mod STAGES, and the parity of i // STAGES tells one round of a slot from the next.
 """
 
-# ruff: noqa: RUF005, RUF059, SIM113  (Gluon's Python has no starred lists, no enumerate; tuples come apart whole)
+# ruff: noqa: RUF005, RUF059  (Gluon's Python has no starred lists; tuples come apart whole)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -53,22 +57,50 @@ def _tile(index, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL:
 
 
 @gluon.jit
+def publish(buffer, index):
+    """Write a tile's index where the computing groups read it."""
+    buffer.store(gl.full([1], index, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def published(buffer):
+    """The tile's index, read by a computing group."""
+    return gl.sum(buffer.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def _following(index, done, taken, COUNTER: gl.constexpr):
+    """The tile after `index`, as the feeder published it or by the fixed share."""
+    following = index + gl.num_programs(0)
+    if COUNTER:
+        tile_bufs, tile_full, tile_empty = taken
+        mbarrier.wait(tile_full.index(done % 2), done // 2 & 1)
+        following = published(tile_bufs.index(done % 2))
+        threads_meet()  # everybody has read it
+        mbarrier.arrive(tile_empty.index(done % 2), count=1)
+    return following
+
+
+@gluon.jit
 def _feed(
     q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, schedule,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    counter_ptr, taken, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
     """The feeder: fills the rings, as far ahead as they are empty."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
     ROWS: gl.constexpr = BLOCK_M // 2
     turn = 0
     done = 0
-    for index in range(gl.program_id(0), num_tiles * num_heads, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < num_tiles * num_heads:
         batch, head, kv_head, start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
         for group in gl.static_range(2):
-            mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
-            mbarrier.expect(q_full.index(group), q_desc.block_type.nbytes)
+            place = done % Q_SLOTS * 2 + group
+            mbarrier.wait(q_empty.index(place), (done // Q_SLOTS & 1) ^ 1)
+            mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                q_desc, [batch, head, start + group * ROWS, 0], q_full.index(group), q_bufs.index(group)
+                q_desc, [batch, head, start + group * ROWS, 0], q_full.index(place), q_bufs.index(place)
             )
         for step in range(blocks):
             row = (blocks - 1 - step) * BLOCK_N
@@ -81,6 +113,14 @@ def _feed(
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(v_desc, [batch, kv_head, row, 0], v_full.index(slot), v_bufs.index(slot))
             turn += 1
+        index += gl.num_programs(0)
+        if COUNTER:
+            tile_bufs, tile_full, tile_empty = taken
+            index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            mbarrier.wait(tile_empty.index(done % 2), (done // 2 & 1) ^ 1)
+            publish(tile_bufs.index(done % 2), index)
+            threads_meet()
+            mbarrier.arrive(tile_full.index(done % 2), count=1)
         done += 1
 
 
@@ -165,8 +205,9 @@ def _walk(
 @gluon.jit
 def _attend(
     o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, schedule,
-    scale_log2, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr,
+    scale_log2, taken, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr,
+    COUNTER: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 rows of every tile of this program."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
@@ -177,11 +218,13 @@ def _attend(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     turn = 0
     done = 0
-    for index in range(gl.program_id(0), num_tiles * num_heads, gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < num_tiles * num_heads:
         batch, head, kv_head, tile_start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
         start = tile_start + GROUP * ROWS
-        q = q_bufs.index(GROUP).reshape([ROWS, HEAD_DIM])
-        mbarrier.wait(q_full.index(GROUP), done & 1)
+        place = done % Q_SLOTS * 2 + GROUP
+        q = q_bufs.index(place).reshape([ROWS, HEAD_DIM])
+        mbarrier.wait(q_full.index(place), done // Q_SLOTS & 1)
 
         slot = turn % STAGES
         mbarrier.wait(k_full.index(slot), turn // STAGES & 1)
@@ -192,6 +235,10 @@ def _attend(
         scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if PING_PONG:
             mbarrier.arrive(turns.index(1 - GROUP), count=1)
+        if Q_SLOTS == 2:
+            # The output before this one has left by now, and its slot is free for the queries after these.
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index((done + 1) % 2 * 2 + GROUP), count=1, pred=done > 0)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
@@ -232,33 +279,50 @@ def _attend(
         q.store((acc * gl.expand_dims(inverse, 1)).to(q.dtype))
         fence_async_shared()
         threads_meet()
-        tma.async_copy_shared_to_global(o_desc, [batch, head, start, 0], q_bufs.index(GROUP))
-        tma.store_wait(0)
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        tma.async_copy_shared_to_global(o_desc, [batch, head, start, 0], q_bufs.index(place))
+        if Q_SLOTS == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(place), count=1)
+        index = _following(index, done, taken, COUNTER)
         done += 1
+    if Q_SLOTS == 2:
+        tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse_ptr,
+    q_desc, k_desc, v_desc, o_desc, lse_ptr, counter_ptr,
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_N: gl.constexpr, PING_PONG: gl.constexpr,
+    EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_M (two groups of 64) queries by BLOCK_N keys, this program's share of them all."""
-    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    """Tiles of BLOCK_M (two groups of 64) queries by BLOCK_N keys, this program's share of them all.
+
+    `counter_ptr` holds an int32 zero where COUNTER is set.
+    """
+    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_SLOTS] + q_desc.block_type.shape, q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_SLOTS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
+    taken = (0, 0, 0)
+    if COUNTER:
+        tile_bufs = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        taken = (tile_bufs, tile_full, tile_empty)
+        for i in gl.static_range(2):
+            mbarrier.init(tile_full.index(i), count=1)
+            mbarrier.init(tile_empty.index(i), count=2)
+    for i in gl.static_range(2 * Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(2):
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
@@ -273,15 +337,17 @@ def hopper_forward_kernel(
         [
             (_attend, (
                 o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                schedule, scale_log2, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG,
+                schedule, scale_log2, taken, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
+                COUNTER,
             )),
             (_attend, (
                 o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                schedule, scale_log2, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG,
+                schedule, scale_log2, taken, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
+                COUNTER,
             )),
             (_feed, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                schedule, BLOCK_M, BLOCK_N, STAGES, CAUSAL,
+                schedule, counter_ptr, taken, BLOCK_M, BLOCK_N, STAGES, CAUSAL, Q_SLOTS, COUNTER,
             )),
         ],
         [4, 1],

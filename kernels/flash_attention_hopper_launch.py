@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
-import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .flash_attention_hopper import hopper_forward_kernel
 from .flash_attention_hopper_backward import hopper_backward_kernel
-from .flash_attention_plan import LOG2_E, heads_per_section, is_describable
+from .flash_attention_plan import LOG2_E, cdiv, heads_per_section, is_describable
 from .flash_attention_problem import Problem
 from .launch import Launch
 
@@ -24,14 +24,23 @@ _REGISTERS = 168  # of 65,536 for three groups of 128 threads; the two that comp
 class HopperTile:
     """Two groups of 64 queries by `block_n` keys, `stages` slots for keys and for values, and whether the two groups
     take turns at the matrix units.
+
+    `order` says who computes which tile: "fixed", every n-th to each of as many programs as multiprocessors;
+    "counter", the next one to whoever is free, by an atomic add; "grid", a program for each tile. With two `q_slots`
+    queries arrive a tile ahead.
     """
 
     block_n: int = 128
     stages: int = 2
     ping_pong: bool = False
+    order: Literal["fixed", "counter", "grid"] = "fixed"
+    q_slots: int = 1
 
     def __str__(self) -> str:
-        return f"128x{self.block_n} s{self.stages}{' taking turns' if self.ping_pong else ''}"
+        said = f"128x{self.block_n} s{self.stages}"
+        said += " taking turns" if self.ping_pong else ""
+        said += "" if self.order == "fixed" else f" {self.order}"
+        return said + (f" q{self.q_slots}" if self.q_slots > 1 else "")
 
 
 def unsupported_by_hopper(problem: Problem) -> str | None:
@@ -61,6 +70,12 @@ def _element(dtype: torch.dtype) -> gl.dtype:
     return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
 
 
+@lru_cache(maxsize=64)
+def _layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """Made once: working it out takes longer than the rest of a launch."""
+    return gl.NVMMASharedLayout.get_default_for(list(block_shape), _element(dtype))
+
+
 def _descriptor(tensor: torch.Tensor, block: int) -> TensorDescriptor:
     batch, rows, heads, dim = tensor.shape
     aligned = 16 * heads * dim  # a valid stride for a dimension of one, whose own means nothing
@@ -71,7 +86,7 @@ def _descriptor(tensor: torch.Tensor, block: int) -> TensorDescriptor:
         [batch, heads, rows, dim],
         [strides[0], strides[2], strides[1], 1],
         block_shape,
-        gl.NVMMASharedLayout.get_default_for(block_shape, _element(tensor.dtype)),
+        _layout(tuple(block_shape), tensor.dtype),
     )
 
 
@@ -86,6 +101,8 @@ def hopper_forward_launch(
 ) -> Launch:
     """The Hopper forward of a dense problem: writes `out` (like q) and `lse` (float32, contiguous [B, H, S]).
 
+    With a counter of tiles the launch is good for one run.
+
     ValueError when the problem or a tensor's strides are not supported.
     """
     reason = unsupported_by_hopper(problem)
@@ -94,7 +111,7 @@ def hopper_forward_launch(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         if not is_describable(tensor):
             raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
-    num_tiles = triton.cdiv(problem.q_len, 128)
+    num_tiles = cdiv(problem.q_len, 128)
     num_heads = problem.batch * problem.heads
     programs = _multiprocessors(q.device.index) if q.is_cuda else _MULTIPROCESSORS_ASSUMED
     args = {
@@ -103,6 +120,7 @@ def hopper_forward_launch(
         "v_desc": _descriptor(v, tile.block_n),
         "o_desc": _descriptor(out, 64),
         "lse_ptr": lse,
+        "counter_ptr": torch.zeros(1, dtype=torch.int32, device=q.device) if tile.order == "counter" else None,
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,
@@ -120,15 +138,18 @@ def hopper_forward_launch(
         "CAUSAL": problem.right == 0,
         "EVEN_N": problem.kv_len % tile.block_n == 0,
         "PING_PONG": tile.ping_pong,
+        "Q_SLOTS": tile.q_slots,
+        "COUNTER": tile.order == "counter",
     }
-    grid = (min(programs, num_tiles * num_heads),)
+    tiles = num_tiles * num_heads
+    grid = (tiles if tile.order == "grid" else min(programs, tiles),)
     return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
 
 
 def hopper_backward_rows(problem: Problem) -> int:
     """Query rows of a head as the backward holds dQ's sums: whole tiles."""
     block_m = _backward_block_m(problem)
-    return int(triton.cdiv(problem.q_len, block_m)) * block_m
+    return cdiv(problem.q_len, block_m) * block_m
 
 
 def _backward_block_m(problem: Problem) -> int:
@@ -159,7 +180,7 @@ def hopper_backward_launch(
         if not is_describable(tensor):
             raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
     block_m, block_n = _backward_block_m(problem), 128
-    num_tiles = triton.cdiv(problem.kv_len, block_n)
+    num_tiles = cdiv(problem.kv_len, block_n)
     num_heads = problem.batch * problem.kv_heads
     bytes_a_row = problem.head_dim * (2 * q.element_size() + 4)
     query_bytes = problem.q_len * bytes_a_row * (problem.heads // problem.kv_heads)
@@ -190,7 +211,7 @@ def hopper_backward_launch(
         "STAGES": stages,
         "GROUP": problem.heads // problem.kv_heads,
         "CAUSAL": problem.right == 0,
-        "DS_LAYOUT": gl.NVMMASharedLayout.get_default_for([block_n, block_m], _element(q.dtype)),
+        "DS_LAYOUT": _layout((block_n, block_m), q.dtype),
     }
     grid = (num_tiles * num_heads,)
     return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

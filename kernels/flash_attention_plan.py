@@ -83,6 +83,16 @@ _ELSEWHERE = {
 _INTERPRETER = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
 
 
+def cdiv(a: int, b: int) -> int:
+    """a over b, rounded up. Triton's own is the compiler's and slow to call: a good part of the host's time here."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
 def choose_config(problem: Problem, capability: tuple[int, int] | None, describable: bool) -> Config:
     """The kernels and tiles for a problem on a device of this compute capability; None is the interpreter.
 
@@ -90,7 +100,7 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     """
     if capability is None:
         return _INTERPRETER
-    rounded = max(64, triton.next_power_of_2(problem.head_dim))
+    rounded = max(64, power_of_two(problem.head_dim))
     if capability < (9, 0):
         return _ELSEWHERE[rounded]
     config = replace(_HOPPER[rounded], descriptors=describable, descriptor_adds=describable)
@@ -113,7 +123,7 @@ def is_describable(tensor: torch.Tensor) -> bool:
 
 def block_d(problem: Problem) -> int:
     """The head dimension as tiles hold it: a power of two, zeros beyond the real one."""
-    return int(triton.next_power_of_2(problem.head_dim))
+    return power_of_two(problem.head_dim)
 
 
 @lru_cache(maxsize=64)
@@ -196,7 +206,7 @@ def forward_launch(
 ) -> Launch:
     """The forward kernel: writes `out` (like q) and `lse`, float32 [B, H, S] or [H, T]."""
     tile = config.forward
-    num_tiles = triton.cdiv(problem.q_len, tile.block_m)
+    num_tiles = cdiv(problem.q_len, tile.block_m)
     num_heads = problem.batch * problem.heads
     kv_bytes = 2 * problem.kv_len * problem.head_dim * k.element_size()
     args = {
@@ -251,7 +261,7 @@ def row_terms_launch(
         "BLOCK_D": block_d(problem),
         "HAS_DLSE": grad_lse is not None,
     }
-    return Launch(row_terms_kernel, (triton.cdiv(rows, 64), batch * problem.heads), args, 4, 1)
+    return Launch(row_terms_kernel, (cdiv(rows, 64), batch * problem.heads), args, 4, 1)
 
 
 def backward_launch(
@@ -271,7 +281,7 @@ def backward_launch(
     """
     q, k, v, grad_out = inputs
     tile = config.backward
-    num_tiles = triton.cdiv(problem.kv_len, tile.block_n)
+    num_tiles = cdiv(problem.kv_len, tile.block_n)
     num_heads = problem.batch * problem.kv_heads
     bytes_a_row = problem.head_dim * (2 * q.element_size() + 4)
     query_bytes = problem.q_len * bytes_a_row * (problem.heads // problem.kv_heads)
@@ -315,7 +325,7 @@ def query_gradient_launch(
     """The second pass of the deterministic backward, for `inputs` (q, k, v, do): writes dq."""
     q, k, v, grad_out = inputs
     tile = config.query_gradient
-    num_tiles = triton.cdiv(problem.q_len, tile.block_m)
+    num_tiles = cdiv(problem.q_len, tile.block_m)
     num_heads = problem.batch * problem.heads
     kv_bytes = 2 * problem.kv_len * problem.head_dim * k.element_size()
     args = {

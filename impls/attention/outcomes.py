@@ -37,6 +37,7 @@ class Survey:
     gpu: str
     stack: dict[str, str]
     rows: list[dict[str, Any]]
+    timing: str
 
 
 def read(path: Path) -> Survey:
@@ -45,7 +46,7 @@ def read(path: Path) -> Survey:
     missing = [k for k in ("time", "gpu", "stack", "rows") if not (isinstance(found, dict) and found.get(k))]
     if missing:
         raise ValueError(f"{path}: it does not hold {', '.join(missing)}; a survey says when and on what it was made")
-    return Survey(path, found["time"], found["gpu"], found["stack"], found["rows"])
+    return Survey(path, found["time"], found["gpu"], found["stack"], found["rows"], found.get("timing", ""))
 
 
 def kept(folder: Path = FOLDER) -> list[Survey]:
@@ -103,6 +104,7 @@ def source(survey: Survey, mark: str) -> str:
         rounds = sorted({len(samples) for samples in timed})
         apart = statistics.median((max(s) - min(s)) / statistics.median(s) for s in timed)
         line += f"; medians of {' or '.join(map(str, rounds))} rounds, {apart:.0%} from the fastest to the slowest"
+        line += f"; {survey.timing}"
     return f"{line} (`results/surveys/{survey.gpu}/{survey.path.name}`)"
 
 

@@ -28,7 +28,9 @@ def peer(name: str, tflops: float, **fields: Any) -> dict[str, Any]:
 
 
 def write(path: Path, time: str, rows: list[dict[str, Any]], gpu: str = "some-gpu") -> Path:
-    path.write_text(json.dumps({"time": time, "gpu": gpu, "stack": {"torch": "9.9"}, "rows": rows}))
+    path.write_text(
+        json.dumps({"time": time, "gpu": gpu, "stack": {"torch": "9.9"}, "timing": "by hand", "rows": rows})
+    )
     return path
 
 
@@ -45,6 +47,7 @@ def test_a_figure_stands_beside_its_prediction_and_the_peers_of_its_own_run(tmp_
     assert line.endswith("| not yet measured | 100, 0.50 of cuDNN, 1.25 of FA2 [a] |")
     assert "/ 0.77: " in line, "the prediction is the one that the survey carried"
     assert "- [a] 2026-01-02T03:04:05Z, some-gpu, torch 9.9; medians of 3 rounds, 18% from the fastest" in text
+    assert "slowest; by hand (`results/surveys/some-gpu/20260102T030405Z.json`)" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     later = [row(NAME, 150.0), peer("sdpa_cudnn", 600.0)]

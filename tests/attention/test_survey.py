@@ -142,10 +142,14 @@ def test_timing_interleaves_the_candidates_with_the_peers(monkeypatch: pytest.Mo
         def record(self) -> None:
             pass
 
+        def query(self) -> bool:
+            return False
+
         def elapsed_time(self, other: Event) -> float:
             return 2.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(survey, "TOKENS", 48)
     monkeypatch.setattr(survey, "WIDTH", 128)
@@ -159,3 +163,32 @@ def test_timing_interleaves_the_candidates_with_the_peers(monkeypatch: pytest.Mo
         assert ours.tflops == pytest.approx(factor * 4 * 64 * (24 * 25 // 2) * 2 * 2 / 2e-3 / 1e12)
         assert broken.check.startswith("error: AttributeError")
         assert broken.tflops is None
+
+
+def test_a_sample_that_the_host_held_up_is_taken_again_behind_a_longer_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device reaches the start event once it has spun; a call takes the host longer than the first two spins."""
+    spins: list[int] = []
+    needed = 3_000_000
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return spins[-1] < needed
+
+        def elapsed_time(self, other: Event) -> float:
+            return 100.0 if self.query() else 7.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", spins.append)
+    clock = survey.DeviceClock()
+    assert [clock.ms(lambda: None) for _ in range(2)] == [7.0, 7.0]
+    assert spins == [1_000_000, 2_000_000, 4_000_000, 4_000_000]
+    needed = 10**9
+    with pytest.raises(RuntimeError, match="the host takes longer"):
+        clock.ms(lambda: None)

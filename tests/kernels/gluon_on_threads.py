@@ -1,9 +1,9 @@
 """Runs a warp-specialized Gluon kernel on the CPU: each partition is a thread, each barrier a real one.
 
 Gluon has no interpreter, so this stands in for the part of the language that the attention kernel uses. It is strict
-where the hardware is: an asynchronous product reads its operands as late as it may (when somebody waits for it), so
-that a slot of a ring freed too early gives wrong numbers; a bulk copy that overruns its barrier's expected bytes, and a
-wait that nobody ends, raise.
+where the hardware is: an asynchronous product reads its operands as late as it may (when somebody waits for it), and a
+bulk copy out of shared memory its source, so that a slot freed too early gives wrong numbers; a bulk copy that overruns
+its barrier's expected bytes, and a wait that nobody ends, raise.
 """
 
 from __future__ import annotations
@@ -164,9 +164,22 @@ def _copy_in(desc: Descriptor, coord: list[int], barrier: Barrier, buffer: Share
     barrier.change(0, -desc.block_type.nbytes)
 
 
+def _leaving() -> list[Callable[[], Any]]:
+    if not hasattr(_local, "copies"):
+        _local.copies = []
+    copies: list[Callable[[], Any]] = _local.copies
+    return copies
+
+
 def _copy_out(desc: Descriptor, coord: list[int], buffer: Shared) -> None:
     target = desc.part(coord)
-    target.copy_(buffer.data[tuple(slice(n) for n in target.shape)])
+    _leaving().append(lambda: target.copy_(buffer.data[tuple(slice(n) for n in target.shape)]))
+
+
+def _store_wait(outstanding: int) -> None:
+    copies = _leaving()
+    while len(copies) > outstanding:
+        copies.pop(0)()
 
 
 def _expect(barrier: Barrier, nbytes: int) -> None:
@@ -205,9 +218,14 @@ def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
 _adding = threading.Lock()
 
 
-def _atomic_add(pointer: Pointer, value: torch.Tensor, sem: str) -> None:
+def _atomic_add(pointer: Any, value: Any, sem: str = "acq_rel") -> Any:
     with _adding:
+        if isinstance(pointer, Memory):  # a single number
+            before = Scalar(pointer.data.item())
+            pointer.data += value
+            return before
         pointer.data.index_put_((pointer.offset,), value, accumulate=True)
+        return None
 
 
 def _either(scalar: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,6 +255,7 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
             try:
                 function(*values)
                 assert not _in_flight(), "a product is never waited for"
+                assert not _leaving(), "shared memory ends before a copy out of it"
             except BaseException as error:
                 failures.append(error)
 
@@ -250,7 +269,9 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         assert not any(thread.is_alive() for thread in threads), "a partition never ends"
 
     def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
-        return Barriers(shape[0]) if dtype is torch.int64 else Shared(torch.full(shape, float("nan"), dtype=dtype))
+        if dtype is torch.int64:
+            return Barriers(shape[0])
+        return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else -(10**9), dtype=dtype))
 
     gl = types.SimpleNamespace(
         program_id=lambda axis: Scalar(program), num_programs=lambda axis: programs, static_range=range,
@@ -261,7 +282,8 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         max=lambda t, axis: t.amax(axis), sum=lambda t, axis: t.sum(axis), exp2=torch.exp2, log2=torch.log2,
         convert_layout=lambda t, layout: t, store=_store, atomic_add=_atomic_add,
         allocate_shared_memory=shared, warp_specialize=specialize,
-        float32=torch.float32, int64=torch.int64, constexpr=operator.index,
+        float32=torch.float32, int32=torch.int32, int64=torch.int64, constexpr=operator.index,
+        SwizzledSharedLayout=lambda *a: None,
         SliceLayout=lambda *a: None, NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
     # Stand-ins by the names under which the kernel's module knows the language; its own functions run as Python.
@@ -270,10 +292,10 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         "warpgroup_mma_wait": warpgroup_mma_wait, "fence_async_shared": lambda: None, "threads_meet": lambda: None,
         "mbarrier": types.SimpleNamespace(
             init=lambda bar, count: _init(bar, count), expect=_expect, wait=lambda bar, parity: bar.wait(parity),
-            arrive=lambda bar, count: bar.change(count, 0), MBarrierLayout=lambda: None,
+            arrive=lambda bar, count, pred=True: bar.change(count, 0) if pred else None, MBarrierLayout=lambda: None,
         ),
         "tma": types.SimpleNamespace(
-            async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=lambda n: None
+            async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
         ),
     }  # fmt: skip
     module_globals = kernel.fn.__globals__
@@ -282,6 +304,8 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
             function = value.fn
             scope[name] = types.FunctionType(function.__code__, scope, name, function.__defaults__)
     scope["settled"] = lambda values: values
+    scope["publish"] = lambda buffer, index: buffer.store(torch.tensor([index]))
+    scope["published"] = lambda buffer: Scalar(buffer.data.item())
     scope["float"] = float
     scope["hasattr"] = hasattr
     types.FunctionType(kernel.fn.__code__, scope, "kernel", kernel.fn.__defaults__)(**args)

@@ -65,6 +65,7 @@ def on_threads(p: Problem, tile: HopperTile, programs: int) -> tuple[torch.Tenso
         "q_desc": threads.heads_first(q, 64), "k_desc": threads.heads_first(k, tile.block_n),
         "v_desc": threads.heads_first(v, tile.block_n), "o_desc": threads.heads_first(out, 64),
         "lse_ptr": threads.Memory(lse.view(-1)),
+        "counter_ptr": args["counter_ptr"] is not None and threads.Memory(args["counter_ptr"]),
     }  # fmt: skip
     threads.run_on_threads(hopper_forward_kernel, programs, args)
     return q, k, v, out, lse
@@ -83,7 +84,11 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tile", [HopperTile(), HopperTile(64, 3, ping_pong=True)], ids=str)
+@pytest.mark.parametrize(
+    "tile",
+    [HopperTile(), HopperTile(64, 3, True), HopperTile(q_slots=2), HopperTile(64, 2, True, "counter", 2)],
+    ids=str,
+)
 def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile: HopperTile) -> None:
     p = problem(*shape[:7])
     q, k, v, out, lse = on_threads(p, tile, shape[7])
