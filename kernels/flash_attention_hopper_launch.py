@@ -128,7 +128,11 @@ def hopper_forward_launch(
         "kv_heads": problem.kv_heads,
         "num_heads": num_heads,
         "heads_per_section": heads_per_section(
-            problem, q, problem.heads, 2 * problem.kv_len * problem.head_dim * k.element_size()
+            problem,
+            q,
+            problem.heads,
+            2 * problem.kv_len * problem.head_dim * k.element_size(),
+            dealt_out=tile.order != "fixed",
         ),
         "scale_log2": problem.scale * LOG2_E,
         "BLOCK_M": 128,

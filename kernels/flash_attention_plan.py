@@ -131,14 +131,30 @@ def _l2_bytes(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).L2_cache_size)
 
 
-def heads_per_section(problem: Problem, tensor: torch.Tensor, heads: int, bytes_a_head: int) -> int:
+def groups_per_section(groups: int, most: int, dealt_out: bool) -> int:
+    """How many of `groups` equal heads, at most `most`, are dealt out together when their tiles differ in length.
+
+    Where a free program takes the next tile, sections of one size end evenly: a divisor, unless none comes near. Where
+    shares are fixed a divisor may hand the long tiles to the same programs every time, and nearly equal is better.
+    """
+    most = max(1, min(most, groups))
+    for size in range(most, most // 2, -1):
+        if dealt_out and groups % size == 0:
+            return size
+    return cdiv(groups, cdiv(groups, most))
+
+
+def heads_per_section(
+    problem: Problem, tensor: torch.Tensor, heads: int, bytes_a_head: int, dealt_out: bool = True
+) -> int:
     """How many heads' tiles are dealt out together: as many as share half the L2 when a mask makes tiles unequal."""
     members = heads // problem.kv_heads
     if problem.right is None and problem.left is None:
         return members
     index = tensor.device.index
     l2 = _l2_bytes(index) if tensor.is_cuda and index is not None else _L2_BYTES_ASSUMED
-    return members * max(1, l2 // 2 // max(1, bytes_a_head))
+    groups = problem.batch * problem.kv_heads
+    return members * groups_per_section(groups, l2 // 2 // max(1, bytes_a_head), dealt_out)
 
 
 def _source(tensor: torch.Tensor, problem: Problem, block: int, described: bool) -> Any:

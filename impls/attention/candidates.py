@@ -57,7 +57,7 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
                       "seven products where five suffice, no atomic adds"),
         ]  # fmt: skip
     if head_dim in (64, 128) and capability == (9, 0):
-        found += _hopper(head_dim, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
+        found += _hopper(head_dim, causal, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
     return found
 
 
@@ -106,15 +106,28 @@ _BACKWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
 }
 
 
-def _hopper(head_dim: int, base: Config) -> list[Candidate]:
+def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
     from kernels.flash_attention_hopper_launch import HopperTile
 
     stages = 2 if head_dim == 128 else 3
+    tile = HopperTile(128, stages)
     tiles: list[tuple[Any, float, str]] = [
         (HopperTile(128, stages, False), 0.92, "softmax beside the group's own product, and the other group's"),
         (HopperTile(128, stages, True), 0.95, "the same, the groups taking turns: steadier overlap"),
         (HopperTile(64, 2 * stages, False), 0.80, "half the keys a turn: twice the barriers, fewer registers"),
+        (
+            replace(tile, ping_pong=True, q_slots=2),
+            1.00,
+            "queries come a tile ahead; nobody waits for the output to leave",
+        ),
     ]
+    if causal:
+        tiles += [
+            (replace(tile, order="grid"), 0.95, "the hardware deals out tiles evenly, but each starts with cold rings"),
+            (replace(tile, order="counter"), 0.98, "dealt out evenly, the next keys fetched meanwhile"),
+            (replace(tile, order="counter", q_slots=2), 1.01, "the same; queries come a tile ahead"),
+            (replace(tile, order="counter", q_slots=2, ping_pong=True), 1.01, "the same, the groups taking turns"),
+        ]
     return [
         Candidate(f"hopper {tile}", "forward", head_dim, replace(base, hopper=tile), predicted, why, group="hopper")
         for tile, predicted, why in tiles

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from impls.attention import schedule
 from impls.attention.candidates import candidates, is_picked
 
 FOLDER = Path(__file__).parents[2] / "results" / "surveys"
@@ -152,6 +153,7 @@ def fill(text: str, surveys: list[Survey]) -> str:
     parts = {
         "forward": table("forward", surveys, marks),
         "backward": table("backward", surveys, marks),
+        "balance": schedule.table(),
         "sources": [source(survey, marks[survey.path]) for survey in used],
     }
 

@@ -94,5 +94,5 @@ def test_nothing_is_overwritten_and_a_survey_without_its_origin_is_refused(tmp_p
 def test_the_page_is_what_the_kept_surveys_make_of_it() -> None:
     page = Path(__file__).parents[2] / "docs" / "attention.md"
     text = page.read_text(encoding="utf-8")
-    assert text.count("<!-- surveys: ") == 3
+    assert text.count("<!-- surveys: ") == 4
     assert outcomes.fill(text, outcomes.kept()) == text, "run python3 -m impls.attention.outcomes --write"
