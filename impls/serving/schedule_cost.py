@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from impls.serving.request import Request, Sequence
+from impls.serving.request import PENDING, Request, Sequence
 from impls.serving.scheduler import EngineConfig, Scheduler
 
 #: A switch of the engine as (plain way, fast way), each the fields that it sets.
@@ -65,7 +65,11 @@ class StepCost:
 def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) -> float:
     """Seconds that the scheduler needs for requests that are all there at time 0, at that price."""
     scheduler = Scheduler(config)
-    for request in requests:
+    # Answers end by their length, so that any token will do that no stop list has; each request's own, so that what it
+    # wrote before it was preempted is known again, and to nobody else.
+    written: dict[str, int] = {}
+    for number, request in enumerate(requests):
+        written[request.id] = PENDING - 1 - number
         scheduler.add(Sequence(request))
     seconds = 0.0
     while not scheduler.idle:
@@ -73,8 +77,7 @@ def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) 
         decodes = sum(chunk.length == 1 for chunk in step.chunks)
         seconds += cost.of(step.tokens - decodes, decodes)
         for chunk in step.chunks:
-            # Which token it is makes no difference: answers end by their length.
-            if scheduler.advance(chunk, -1 if chunk.samples else None) is not None:
+            if scheduler.advance(chunk, written[chunk.sequence.id] if chunk.samples else None) is not None:
                 scheduler.finish(chunk.sequence)
     return seconds
 

@@ -18,7 +18,16 @@ WORKLOADS = [
         "system_tokens": 200,
         "cache_tokens": 2048,
     },
-    {**REAL, "name": "real", "tier": "quick", "system_prompts": 3, "system_tokens": 250, "cache_tokens": 8192},
+    {
+        **REAL,
+        "name": "real",
+        "tier": "quick",
+        "requests": 16,
+        "max_output": 32,
+        "system_prompts": 2,
+        "system_tokens": 200,
+        "cache_tokens": 8192,
+    },
     {**LARGE, "name": "8b_bf16", "tier": "full", "system_prompts": 8, "system_tokens": 1500},
     {
         **MOONCAKE,
