@@ -63,6 +63,8 @@ def answers(model, requests):
 
 
 def served(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+    """The tokens of each request; what is read before it is written is not a number, and fails its reader."""
+    engine.runner.cache.kv.fill_(math.nan)
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
     engine.serve(requests, lambda o: tokens[o.id].append(o.token) if o.token is not None else None)
     return tokens
@@ -104,10 +106,26 @@ def test_shared_blocks_give_the_tokens_of_the_plain_loop(model, requests, answer
 @pytest.mark.parametrize("change", [{}, {"batch_invariant": True}], ids=["plain", "invariant"])
 def test_the_kernels_give_the_tokens_of_the_plain_loop(model, change):
     config = replace(CONFIG, block_size=16, num_blocks=24, **change)
-    requests = [replace(r, sampling=Sampling(max_tokens=2)) for r in family(6, seed=8, longest=32)]
+    text = [(7 * i) % VOCAB for i in range(33)]
+    prompts = [text, [*text[:32], 5, 6], text[:32], [*text[:17], 8], text[:32]]
+    requests = [Request(f"q{i}", prompt, Sampling(max_tokens=2)) for i, prompt in enumerate(prompts)]
     engine = Engine(ModelRunner(model, config, kernels=True, graphs=False), config)
     assert served(engine, requests) == {r.id: plain_tokens(model, r) for r in requests}
-    assert engine.counters["cached_tokens"] > 0
+    assert engine.counters["cached_tokens"] >= 32 + 16 + 16 + 31
+
+
+@pytest.mark.parametrize("change", [{}, {"batch_invariant": True}], ids=["plain", "invariant"])
+def test_a_prompt_is_read_in_the_very_step_that_computes_it(model, change):
+    # More rows than a pass of the invariant mode has, and a reader of one row, which would come first if rows were
+    # sorted as decodes are.
+    text = [(11 * i + 3) % VOCAB for i in range(90)]
+    prompts = [text, [*text[:88], 9], [*text[:40], 1, 2]]
+    requests = [Request(f"q{i}", prompt, Sampling(max_tokens=3)) for i, prompt in enumerate(prompts)]
+    config = replace(CONFIG, max_step_tokens=128, **change)
+    engine = Engine(ModelRunner(model, config), config)
+    assert served(engine, requests) == {r.id: plain_tokens(model, r) for r in requests}
+    assert engine.counters["cached_tokens"] == 88 + 40
+    assert engine.counters["steps"] == 3
 
 
 def test_the_same_prompt_again_runs_one_token_of_it(model):
