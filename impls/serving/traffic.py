@@ -36,7 +36,7 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
     """
     trace = requests_trace(workload, ctx.trace_path)
     vocab = config_for(workload, model_path(workload, ctx)).vocab_size
-    system, systems = system_prompt(workload)
+    system, systems = system_prompt(workload, ctx.trace_path)
     real = model_path(workload, ctx) is not None and (systems or not trace.prefix_block_tokens)
     longest = max(r.prompt_tokens for r in trace.requests)
     text = prompts_for(workload, ctx, systems + len(trace.requests), longest).tolist() if real else None
@@ -55,9 +55,9 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
     }
 
 
-def system_prompt(workload: Workload) -> tuple[int, int]:
-    """Tokens of a system prompt, and how many different ones there are; (0, 0) without."""
-    count = int(workload.dims.get("system_prompts", 0))
+def system_prompt(workload: Workload, trace_path: str | None = None) -> tuple[int, int]:
+    """Tokens of a system prompt, and how many different ones there are; (0, 0) without, as for a trace from a file."""
+    count = int(workload.dims.get("system_prompts", 0)) if trace_path is None else 0
     return (int(workload.dims["system_tokens"]), count) if count else (0, 0)
 
 
@@ -67,8 +67,8 @@ def requests_trace(workload: Workload, trace_path: str | None = None) -> Trace:
     Which one belongs to the load, as the lengths do: it is the same for every seed.
     """
     trace = trace_for(workload, trace_path)
-    system, systems = system_prompt(workload)
-    if not systems or trace_path is not None:
+    system, systems = system_prompt(workload, trace_path)
+    if not systems:
         return trace
     drawn = np.random.default_rng(LENGTHS_SEED).integers(systems, size=len(trace.requests)).tolist()
     requests = tuple(

@@ -17,6 +17,7 @@ from harness.serving.metrics import summarize
 from harness.serving.traces import load_trace
 from harness.serving.workload_trace import trace_for
 from impls.model.config import ModelConfig
+from impls.model.fetch import default_model_path
 from impls.model.weights import load_model
 from impls.serving.engine import Engine
 from impls.serving.plain_loop import plain_tokens
@@ -423,6 +424,17 @@ def test_system_prompts_are_shared_by_those_that_have_them_and_end_within_a_bloc
     assert len({tuple(r.prompt[: system + 1]) for r in first}) > count
     assert [len(r.prompt) for r in first] == [len(r.prompt) for r in second]
     assert not set(heads) & {tuple(r.prompt[:system]) for r in second}
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm2-135m-instruct"])
+def test_a_trace_from_a_file_is_sent_without_system_prompts(shared, model):
+    if model != "tiny" and default_model_path() is None:
+        pytest.skip("real weights are not here: run 'pairbench models fetch'")
+    pair, workload = tiny(model=model, requests=4, max_prompt=300)
+    path = str(shared / "traces" / "AzureLLMInferenceTrace_conv.csv")
+    ctx = Context(torch.device("cpu"), torch.float32, seed=3, trace_path=path)
+    sent = pair.inputs(workload, ctx)["requests"]
+    assert [len(r.prompt) for r in sent] == [r.prompt_tokens for r in trace_for(workload, path).requests]
 
 
 def test_a_system_prompt_is_work_once():
