@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-TECHNIQUES = ("collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap")
+TECHNIQUES = ("collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap", "zero")
 
 
 @pytest.mark.slow
