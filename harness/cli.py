@@ -12,13 +12,13 @@ from types import FrameType
 
 import typer
 
-from harness.commands import dashboard, figures, inspect, measure, setup
+from harness.commands import dashboard, figures, inspect, measure, nightly, setup
 from harness.errors import PairbenchError
 from harness.history import cli as history
 from harness.regress import cli as detect
 from harness.regress import cli_history as regress
 
-GROUPS = (inspect, measure, setup, history, detect, regress, figures, dashboard)
+GROUPS = (inspect, measure, setup, history, detect, regress, figures, dashboard, nightly)
 
 
 def make_app() -> typer.Typer:
