@@ -60,10 +60,14 @@ def backward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_N: tl.constexpr,
     VARLEN: tl.constexpr, USE_DESC: tl.constexpr, GROUP: tl.constexpr, ADD_DQ: tl.constexpr, DESC_ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DV_BESIDE: tl.constexpr, DK_BESIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys of one key head, over the queries of every query head that shares it (`num_heads` counts
     key heads of the whole batch). With ADD_DQ it also adds dS K, unscaled, into the float32 `dq_dst`.
+
+    The compiler waits for a product right where its result is read outside of products, and with it for all issued
+    before; those that are only accumulated run on. With DV_BESIDE dV's is issued after dP's and runs beside
+    the arithmetic of dS, with DK_BESIDE dK's after dQ's, beside dQ's way out.
     """
     # The first tile of keys is the longest under a causal mask, and starts first.
     tile, batch_head = tile_of(tl.program_id(0), num_tiles, num_heads, heads_per_section, False)
@@ -159,16 +163,22 @@ def backward_kernel(
                 seen = visible(positions[None, :], offs_n[:, None], kv_len, left, right, HAS_LEFT, HAS_RIGHT, EVEN_N)
                 p = tl.where(seen, p, 0.0)
         do = load_tile(do_src, batch, head, start, q_len, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, USE_DESC)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+        if not DV_BESIDE:
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
+        if DV_BESIDE:
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         delta = tl.load(delta_ptr + rows + offs_m, mask=offs_m < q_len, other=0.0)
         ds = p * (dp - delta[None, :])
         if HAS_CAP:
             ds = ds * (1.0 - (scores / cap) * (scores / cap))  # the slope of cap · tanh
         ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        if not (DK_BESIDE and ADD_DQ):
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
         if ADD_DQ:
             dq = tl.dot(ds.T, k, input_precision=PRECISION)
+            if DK_BESIDE:
+                dk = tl.dot(ds, q, dk, input_precision=PRECISION)
             if DESC_ADD:
                 dq_dst.atomic_add([batch, head, start, 0], dq.reshape(1, 1, BLOCK_M, BLOCK_D))
             else:

@@ -46,7 +46,8 @@ class Config:
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
     the deterministic backward even when nobody asked: where one pass would not fit the registers. `hopper` (a
     HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead, `hopper_backward` the
-    one-pass backward.
+    one-pass backward. `beside` names those of the Triton backward's sums (dV, dK) that are issued to run beside other
+    work.
     """
 
     forward: Tile
@@ -57,12 +58,14 @@ class Config:
     two_passes: bool = False
     hopper: Any = None
     hopper_backward: bool = False
+    beside: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """The choice in words, for a record."""
         source = "descriptors" if self.descriptors else "pointers"
         passes = "two passes" if self.two_passes else "one pass"
         forward = f"triton, {source}, {self.forward}" if self.hopper is None else f"gluon, {self.hopper}"
+        passes += "".join(f", {name} beside" for name in self.beside)
         backward = "gluon" if self.hopper_backward else f"triton, {source}, {self.backward} in {passes}"
         return f"forward {forward}; backward {backward}"
 
@@ -321,6 +324,8 @@ def backward_launch(
         "GROUP": problem.heads // problem.kv_heads,
         "ADD_DQ": dq_sums is not None,
         "DESC_ADD": config.descriptor_adds,
+        "DV_BESIDE": "dV" in config.beside,
+        "DK_BESIDE": "dK" in config.beside,
     }
     named = (("q", q), ("k", k), ("v", v), ("do", grad_out), ("dk", dk), ("dv", dv))
     for name, tensor in (*named, ("dq", q if dq_sums is None else dq_sums)):

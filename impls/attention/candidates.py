@@ -56,6 +56,12 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
             Candidate(f"triton {tile} two passes", direction, head_dim, replace(base, two_passes=True), 0.6,
                       "seven products where five suffice, no atomic adds"),
         ]  # fmt: skip
+    if direction == "backward":
+        for other, two_passes, beside, predicted, why in _BESIDE.get(head_dim, ()):
+            config = replace(base, backward=other, two_passes=two_passes, beside=beside)
+            name = f"triton {other}{' two passes' if two_passes else ''} {' and '.join(beside)} beside"
+            share = predicted - 0.03 * causal
+            found.append(Candidate(name, direction, head_dim, config, share, why))
     if head_dim in (64, 128) and capability == (9, 0):
         found += _hopper(head_dim, causal, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
     return found
@@ -102,6 +108,31 @@ _BACKWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
     128: (
         (Tile(64, 64, 4, 2), 0.55, "one program by its 139 KB, with half the warps"),
         (Tile(64, 128, 8, 1), 0.55, "no prefetch: shows what the pipeline gives"),
+    ),
+}
+
+
+# Products that are only accumulated, issued so that they run beside other work, where nothing spills in the loop.
+_BESIDE: dict[int, tuple[tuple[Tile, bool, tuple[str, ...], float, str], ...]] = {
+    64: (
+        (
+            Tile(128, 128, 8, 2),
+            False,
+            ("dV", "dK"),
+            0.75,
+            "dV's product beside dS's arithmetic, dK's beside dQ's way out",
+        ),
+        (Tile(64, 64, 4, 2), False, ("dV", "dK"), 0.77, "the same with two programs a multiprocessor"),
+    ),
+    128: (
+        (Tile(64, 128, 8, 2), False, ("dK",), 0.68, "dK's product beside dQ's way out; dV's beside dS would spill"),
+        (
+            Tile(64, 128, 8, 2),
+            True,
+            ("dV",),
+            0.72,
+            "dV's product beside dS's arithmetic; two passes have the registers",
+        ),
     ),
 }
 

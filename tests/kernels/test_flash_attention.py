@@ -371,3 +371,9 @@ def test_bfloat16_on_the_gpu() -> None:
     if not CUDA:
         pytest.skip("Triton's interpreter returns garbage for bfloat16 dot products")
     assert_right(Draw([(200, 333)], 4, 2, 128, torch.bfloat16, causal=True))
+
+
+@pytest.mark.parametrize(("beside", "two_passes"), [(("dV",), True), (("dK",), False), (("dV", "dK"), False)], ids=str)
+def test_products_issued_in_another_order_give_the_gradients(beside: tuple[str, ...], two_passes: bool) -> None:
+    config = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), two_passes=two_passes, beside=beside)
+    assert_right(Draw([(19, 37)], 2, 1, 16, DTYPES[0], causal=True, options={"config": config}))
