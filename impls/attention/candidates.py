@@ -58,6 +58,8 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
         ]  # fmt: skip
     if direction == "backward":
         for other, two_passes, beside, predicted, why in _BESIDE.get(head_dim, ()):
+            if causal and beside == ("dK",):
+                continue  # the mask takes the registers: two values spill
             config = replace(base, backward=other, two_passes=two_passes, beside=beside)
             name = f"triton {other}{' two passes' if two_passes else ''} {' and '.join(beside)} beside"
             share = predicted - 0.03 * causal

@@ -118,12 +118,30 @@ def test_the_table_gives_each_share_of_its_peer_on_the_same_shape() -> None:
 def test_what_is_not_reached_in_time_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "checked", lambda *_: "right")
     namespace = survey.argparse.Namespace(
-        tiny=True, inspect=False, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1
+        tiny=True, inspect=False, limit=-1.0, dims=[64], directions=["forward"], seqs=[], rounds=1, only=[]
     )
     rows: list[survey.Row] = []
     survey.survey_group("triton", namespace, rows.append)
     assert rows
     assert {row.check for row in rows} == {"not reached in time"}
+
+
+def test_only_the_candidates_asked_for_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "checked", lambda *_: "right")
+    namespace = survey.argparse.Namespace(
+        tiny=True, inspect=False, limit=60.0, dims=[64], directions=["forward"], seqs=[], rounds=1, only=["described"]
+    )
+    rows: list[survey.Row] = []
+    survey.survey_group("triton", namespace, rows.append)
+    assert len(rows) == 2
+    assert all("described" in row.name for row in rows)
+
+
+def test_a_check_on_a_gpu_gives_every_persistent_program_more_than_one_tile() -> None:
+    batch, heads, queries, keys = survey.CHECKED["cuda"]
+    assert batch * heads * -(-queries // 128) > 2 * 132
+    assert queries % 64
+    assert keys % 64
 
 
 def test_memory_is_poisoned_before_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
