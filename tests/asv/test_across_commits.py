@@ -134,7 +134,13 @@ def test_publish_names_the_regression_and_preview_serves_the_page(made: Any, run
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "asv", "preview", "--port", str(port)]
     server = subprocess.Popen(
-        command, cwd=made.path, env=made.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        command,
+        cwd=made.path,
+        env=made.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # A shell that starts the tests in the background has them ignore Ctrl-C, and they hand that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert b"airspeed velocity" in page(f"http://127.0.0.1:{port}/")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,9 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path: Path)
         "3",
     ]
     with open(tmp_path / "err", "w") as err:
-        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=err, stderr=err)
+        # A shell that starts the tests in the background has them ignore Ctrl-C, and they hand that on.
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=err, stderr=err, preexec_fn=heed)
         deadline = time.monotonic() + 120
         while "check hangs" not in (tmp_path / "err").read_text():
             assert time.monotonic() < deadline, (tmp_path / "err").read_text()
