@@ -53,7 +53,7 @@ test: $(VENV)/.dev
 	$(RUN) -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev
-	$(RUN) -m pytest -q -m slow
+	$(RUN) -m pytest -q -m slow -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

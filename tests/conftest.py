@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import sys
@@ -71,8 +72,16 @@ def million(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ready = os.environ.get("PAIRBENCH_MILLION_STORE")
     if ready:
         return Path(ready)
-    root = tmp_path_factory.mktemp("million") / "store"
-    assert generate(Store(root), Shape(records=1_000_000), workers=2).records == 1_000_000
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent  # which all workers of a run have in common
+    root = folder / "million" / "store"
+    root.parent.mkdir(exist_ok=True)
+    with (root.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root.parent / "done").exists():
+            assert generate(Store(root), Shape(records=1_000_000), workers=2).records == 1_000_000
+            (root.parent / "done").touch()
     return root
 
 
