@@ -76,6 +76,7 @@ def forward_kernel(
     ONE_PASS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
+    """One tile a program: everything is asked for first, the mask is made while it is on its way."""
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < COLUMNS
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -170,6 +171,7 @@ def backward_kernel(
     ROUNDS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """This program's tiles, a grid apart, and its partial rows of both sums."""
     column = tl.arange(0, BLOCK)[None, :]
     in_row = column < COLUMNS
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0)
