@@ -65,6 +65,7 @@ class Measurement:
         self._sort_out()
         if self._check_all(self._draw(0), first=True) and self.job.timing:
             self._time_all()
+            self._let_go()
             self._check_all(self._draw(1), first=False)
         for entry in self.entries:
             self._report(entry)
@@ -130,6 +131,7 @@ class Measurement:
         baseline: Mapping[str, Any] | None = None
         rest = [e for e in alive if e.name != "baseline"]
         for entry in [*(e for e in alive if e.name == "baseline"), *(rest if first else reversed(rest))]:
+            result = None  # the last variant's: the next one's memory is counted above what is held when it is built
             self.events.begin(self.workload.name, entry.name, "check" if first else "recheck")
             result = self._guarded(entry, lambda e=entry: self._result(e, inputs, first))
             if result is None:
@@ -147,8 +149,9 @@ class Measurement:
             if first and entry.alive and self.job.timing:
                 self._guarded(entry, lambda e=entry, r=result: self._memory(e, inputs, r))
             self._rest(entry)
-        if oracle_case is not None and hasattr(oracle_case, "close"):
-            oracle_case.close()
+        for end in ("unload", "close"):
+            if hasattr(oracle_case, end):
+                getattr(oracle_case, end)()
         return any(e.alive for e in self.entries)
 
     def _settle_check(self, entry: Entry, verdict: Verdict | None, first: bool) -> None:
@@ -374,6 +377,12 @@ class Measurement:
                 case.close()
             entry.case = None
         gc.collect()
+
+    def _let_go(self) -> None:
+        """Frees the inputs and what the cases hold: all variants were loaded side by side to be timed."""
+        for entry in self.entries:
+            self._rest(entry)
+        self._inputs = None
 
     def _report(self, entry: Entry) -> None:
         status, reason = entry.status or "passed", entry.reason

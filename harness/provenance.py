@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -177,11 +178,15 @@ def _installed(distribution: str) -> str | None:
 
 
 def _torch_versions() -> dict[str, str]:
-    """What torch itself says, if it is imported: the libraries it loads may not be the wheels beside it."""
+    """What torch itself says: the libraries it loads may not be the wheels beside it.
+
+    Where it is not imported its version file is read, so that a machine has one name for its torch: the package's
+    metadata leaves out the build (2.13.0 for 2.13.0+cu130).
+    """
     torch: Any = sys.modules.get("torch")
     found: dict[str, str] = {}
     if torch is None or not hasattr(torch, "version"):
-        return found
+        return _torch_file_versions()
     found["torch"] = str(torch.__version__)
     if torch.version.cuda:
         found["cuda"] = str(torch.version.cuda)
@@ -195,6 +200,18 @@ def _torch_versions() -> dict[str, str]:
     if hasattr(torch._C, "_nccl_version"):
         found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     return found
+
+
+def _torch_file_versions() -> dict[str, str]:
+    spec = importlib.util.find_spec("torch")
+    version = None if spec is None or spec.origin is None else Path(spec.origin).parent / "version.py"
+    try:
+        text = version.read_text() if version is not None else ""
+    except OSError:
+        return {}
+    wanted = {"__version__": "torch", "cuda": "cuda", "hip": "hip"}
+    pairs = re.findall(r"^(\w+)\b[^=\n]*=\s*['\"]([^'\"]+)['\"]\s*$", text, flags=re.MULTILINE)
+    return {wanted[name]: value for name, value in pairs if name in wanted}
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:

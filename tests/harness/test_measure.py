@@ -256,3 +256,45 @@ def test_the_absolute_peak_holds_no_copy_of_the_checks(tmp_path: Path, monkeypat
     monkeypatch.setattr(memory, "measure", measure)
     _events(replace(_pair(baseline=plain, optimized=plain), oracle=plain), {**RAW, "direction": "forward"}, tmp_path)
     assert others == [1000 + 8 * 4 * 4] * 2
+
+
+def test_no_variant_pays_for_the_result_of_the_one_before(tmp_path: Path) -> None:
+    """The third one was once counted above the second one's result, which was gone by then: below its own inputs."""
+    size = 64 << 20
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.mul(2)
+
+    in_place = Variant(lambda x: x.mul_(2), changes=("x",))
+    pair = replace(
+        _pair(baseline=plain, optimized=plain, third=in_place, fourth=in_place),
+        inputs=lambda w, ctx: {"x": torch.ones(size // 4)},
+        oracle=plain,
+    )
+    found = _events(pair, {**RAW, "direction": "forward"}, tmp_path)
+    assert {e["status"] for e in found.values()} == {"passed"}
+    assert all(0.9 * size < found[n]["memory"]["absolute"] < 1.5 * size for n in ("third", "fourth")), found
+
+
+def test_what_was_loaded_to_be_timed_is_gone_before_the_second_check(tmp_path: Path) -> None:
+    """Four variants that hold a billion optimizer states each do not fit beside an oracle in float64."""
+    alive: list[OpCase] = []
+    held: list[int] = []
+
+    class Counted(OpCase):
+        def load(self, inputs: Inputs) -> None:
+            super().load(inputs)
+            held.append(sum(bool(c.buffers) for c in alive))
+
+    def build(workload: Any, ctx: Context) -> OpCase:
+        case = Counted(lambda x, y: x + y, workload, ctx, None, False)
+        alive.append(case)
+        return case
+
+    pair = replace(_pair(baseline=build, optimized=build, third=build), kind="step", oracle=build)
+    pair = replace(pair, work=lambda w: Work(items=1))
+    found = _events(pair, {**RAW, "direction": "forward"}, tmp_path)
+    assert {e["status"] for e in found.values()} == {"passed"}
+    checked = held[-3:]  # the last loads of all are those of the second check, one variant at a time
+    assert max(held) == 3
+    assert checked == [1 + 1] * 3, held  # itself, and the oracle

@@ -103,6 +103,16 @@ def test_torch_is_asked_when_wanted_and_agrees_with_its_metadata():
     assert "driver" not in found
 
 
+def test_torch_has_one_name_whether_it_is_imported_or_not():
+    """Ceilings are kept by it: a name that depends on the import would have them measured and not found again."""
+    import torch
+
+    code = "import sys; from harness.provenance import versions as v; print(v()['torch'], 'torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.split() == [str(torch.__version__), "False"]
+    assert versions(NONE, ask_torch=True)["torch"] == str(torch.__version__)
+
+
 def test_only_variables_that_matter_are_kept_and_no_secret():
     kept = environment(
         {
