@@ -128,7 +128,7 @@ def of_layer_norm_dropout_add(place: Place) -> Iterator[Case]:
         )
         backward = {
             f"{rows} rows, {warps} warps, {stages} stages": {
-                "launch_shape": given(m.Launch(rows, width, warps, 2048 // warps, stages))
+                "launch_shape": given(m.Launch(rows, width, warps, 2048 // warps, 1, stages))
             }
             for elements in (4096, 8192, 16384)
             for warps in (8, 16, 32)

@@ -11,7 +11,7 @@ Bytes through device memory, per element of e bytes (p > 0, mask m = 1 byte an e
                fused  read grad_out and x, write grad_x: 3e; the gradient of residual is grad_out itself
 
 Dropout. The mask is a function of (seed, row, column) and is made again in the backward instead of being stored.
-Philox-4x32-10 gives four 32-bit words a call; each is split in two, so one call serves eight neighbouring elements.
+Philox-4x32-7 gives four 32-bit words a call; each is split in two, so one call serves eight neighbouring elements.
 One call an element would make the kernel arithmetic-bound at about half of the memory's speed. An element is
 dropped when its 16-bit draw lies below round(p * 65536): the rate is p to the nearest multiple of 2⁻¹⁶, exactly,
 and the scale is the reciprocal of that keep rate.
@@ -50,7 +50,7 @@ from kernels._rows import (
     on_device_of,
 )
 from kernels._tiles import sum_rows
-from kernels.dropout_mask import GROUP, ROUNDS, check_seed, drop_threshold, keep_scale
+from kernels.dropout_mask import GROUP, ROUNDS, check_rows, check_seed, drop_threshold, keep_scale
 
 MAX_COLUMNS = 16_384
 _SHARED_BYTES = 200 * 1024  # of the 227 KiB that a program can have
@@ -63,23 +63,32 @@ class Launch(NamedTuple):
     block: int  # columns padded to a power of two, at least one Philox group
     warps: int
     registers: int  # a thread
-    stages: int = 1  # of the backward: the tile in hand, one that is freed, and those on their way
+    chunks: int = 1  # that a row is cut in: block / chunks / 256 warps share a row
+    stages: int = 1  # of the backward: 0 the next tile in registers; else in hand, one that is freed, and on their way
+    programs: int = 1  # of the backward, a multiprocessor
 
 
 def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     """Forward: 64 bytes of a row a thread, which takes the fewest instructions.
 
-    Backward: one program a multiprocessor, tiles of 16 KiB a tensor for 512 threads, two of them in shared memory. Rows
-    past 8,192 elements spill in the backward, where the sums alone fill half of the registers, and in the forward of
-    float32.
+    Backward: two programs a multiprocessor, tiles of 4,096 elements for 256 threads; where a tile has several rows a
+    warp stays on one. Rows past 4,096 elements take one program of 512 threads. Rows past 8,192 elements spill in the
+    backward, where the sums alone fill half of the registers, and in the forward of float32.
     """
     block = max(GROUP, triton.next_power_of_2(columns))
     if backward:
-        tile_rows = max(1, 16_384 // (block * itemsize))
-        stages = 3 if 2 * 2 * tile_rows * block * itemsize <= _SHARED_BYTES else 1
-        return Launch(tile_rows, block, 16, 128, stages)
+        tile_rows = max(1, 4096 // block)
+        programs = 2 if block <= 4096 else 1
+        chunks = 1
+        stages = 3 if programs * 2 * 2 * tile_rows * block * itemsize <= _SHARED_BYTES else 1
+        return Launch(tile_rows, block, 16 // programs, 128, chunks, stages, programs)
     tile_rows = max(1, 1024 // block)
     return Launch(tile_rows, block, min(16, max(1, tile_rows * block * itemsize // 2048)), 128)
+
+
+def in_pairs(launch: Launch) -> bool:
+    """Whether every thread has an even number of a tile's elements, and of a row's."""
+    return launch.block >= 64 * launch.warps
 
 
 def one_pass(dtype: torch.dtype) -> bool:
@@ -110,6 +119,7 @@ def layer_norm_dropout_add_forward(
     x_rows, residual_rows = as_rows("x", x), as_rows("residual", residual)
     rows, columns = x_rows.shape
     check_width("x", columns, MAX_COLUMNS)
+    check_rows(rows)
     check_vector("weight", weight, columns, "x", x, dtypes=(torch.float32,))
     check_vector("bias", bias, columns, "x", x, dtypes=(torch.float32,))
     threshold = drop_threshold(p)
@@ -140,11 +150,12 @@ def layer_norm_dropout_add_forward(
             keep_scale(p),
             DROP=threshold > 0,
             COLUMNS=columns,
-            GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
+            CHUNKS=launch.chunks,
             EVEN=rows % launch.tile_rows == 0,
             ONE_PASS=one_pass(x.dtype),
+            PAIRS=in_pairs(launch),
             ROUNDS=ROUNDS,
             num_warps=launch.warps,
             maxnreg=launch.registers,
@@ -170,6 +181,7 @@ def layer_norm_dropout_add_backward(
     x_rows, grad_rows = as_rows("x", x), as_rows("grad_out", grad_out)
     rows, columns = x_rows.shape
     check_width("x", columns, MAX_COLUMNS)
+    check_rows(rows)
     check_vector("weight", weight, columns, "x", x, dtypes=(torch.float32,))
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if tuple(statistic.shape) != (rows,) or statistic.dtype != torch.float32:
@@ -182,7 +194,7 @@ def layer_norm_dropout_add_backward(
     if rows == 0:
         return grad_x, torch.zeros_like(weight), torch.zeros_like(weight)
     launch = launch_shape(columns, x.element_size(), backward=True)
-    grid = (min(triton.cdiv(rows, launch.tile_rows), multiprocessors(x.device)),)
+    grid = (min(triton.cdiv(rows, launch.tile_rows), launch.programs * multiprocessors(x.device)),)
     partial = torch.empty((grid[0], 2 * columns), dtype=torch.float32, device=x.device)
     with on_device_of(x):
         backward_kernel[grid](
@@ -201,10 +213,11 @@ def layer_norm_dropout_add_backward(
             keep_scale(p),
             DROP=threshold > 0,
             COLUMNS=columns,
-            GROUPS=triton.cdiv(columns, GROUP),
             BLOCK=launch.block,
             ROWS=launch.tile_rows,
+            CHUNKS=launch.chunks,
             EVEN=rows % launch.tile_rows == 0,
+            PAIRS=in_pairs(launch),
             ROUNDS=ROUNDS,
             STAGES=launch.stages,
             num_warps=launch.warps,

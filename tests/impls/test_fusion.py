@@ -53,9 +53,11 @@ def test_large_workloads_do_not_fit_the_cache(technique):
 
 
 def test_philox_gives_the_published_words():
-    # Random123's known answer for a counter and a key of zeros.
-    zeros = _philox.words(0, torch.tensor([0]))
-    assert [int(word) for word in zeros] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    # Random123's known answers for a counter and a key of zeros, for seven rounds and for ten.
+    zero = torch.tensor([0])
+    assert [int(word) for word in _philox.words(0, zero, zero)] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    ten = _philox.words(0, zero, zero, rounds=10)
+    assert [int(word) for word in ten] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (5, 21), (3, 64)])

@@ -8,6 +8,7 @@ from kernels.dropout_mask import ROUNDS, drop_threshold, dropout_mask, keep_scal
 from kernels.layer_norm_dropout_add import (
     MAX_COLUMNS,
     Launch,
+    in_pairs,
     launch_shape,
     layer_norm_dropout_add,
     layer_norm_dropout_add_backward,
@@ -19,9 +20,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SEED = 2**40 + 17
 
 
-def philox(seed, counter):
-    """Philox-4x32 of a 64-bit counter: Salmon et al. 2011, section 3.3."""
-    words = [counter & 0xFFFFFFFF, counter >> 32, 0, 0]
+def philox(seed, first, second):
+    """Philox-4x32 of the counter (first, second, 0, 0): Salmon et al. 2011, section 3.3."""
+    words = [first, second, 0, 0]
     key = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(ROUNDS):
         first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
@@ -117,8 +118,8 @@ def test_every_shape_of_launch_gives_the_same(rows, columns, draw, monkeypatch):
     x, residual, grad = (draw(rows, columns, seed=seed).bfloat16() for seed in (0, 1, 4))
     weight, bias = draw(columns, seed=2).bfloat16(), draw(columns, seed=3).bfloat16()
     results = []
-    for tile_rows, block in [(1, 64), (2, 64), (4, 128)]:
-        launch = Launch(tile_rows, block, 4, 128)
+    for tile_rows, block, chunks in [(1, 64, 1), (2, 64, 1), (4, 128, 1), (4, 64, 2), (2, 128, 4)]:
+        launch = Launch(tile_rows, block, 4, 128, chunks)
         monkeypatch.setattr(module, "launch_shape", lambda *_, launch=launch, **__: launch)
         out, mean, rstd = layer_norm_dropout_add_forward(x, residual, weight, bias, 0.3, SEED)
         results.append((out, *layer_norm_dropout_add_backward(grad, x, weight, mean, rstd, 0.3, SEED)))
@@ -133,7 +134,7 @@ def test_the_mask_is_philox_eight_draws_a_call(draw):
     groups = 3
     for row in range(5):
         for group in range(groups):
-            words = philox(SEED, row * groups + group)
+            words = philox(SEED, group, row)
             draws = [half for word in words for half in (word & 0xFFFF, word >> 16)]
             # tl.join puts the second of a pair last: halves, then words within a pair, then pairs.
             order = [draws[2 * (2 * pair + word) + half] for half in (0, 1) for word in (0, 1) for pair in (0, 1)]
@@ -215,7 +216,7 @@ def test_bad_input_is_named(draw):
 @pytest.mark.slow
 def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes(compile_for_hopper):
     jobs, launches = [], []
-    for columns, pointer, itemsize in [(4096, "*bf16", 2), (8192, "*bf16", 2), (1024, "*fp32", 4)]:
+    for columns, pointer, itemsize in [(4096, "*bf16", 2), (8192, "*bf16", 2), (1024, "*bf16", 2), (1024, "*fp32", 4)]:
         for backward in (False, True):
             launch = launch_shape(columns, itemsize, backward=backward)
             names = ("grad_out_ptr", "grad_x_ptr") if backward else ("residual_ptr", "bias_ptr", "out_ptr")
@@ -223,7 +224,8 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
             arguments |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "partial_ptr": "*fp32", "eps": "fp32"}
             arguments |= dict.fromkeys(("rows", "x_stride", "residual_stride", "grad_out_stride"), "i32")
             arguments |= {"seed": "i64", "threshold": "i32", "scale": "fp32", "DROP": True, "COLUMNS": columns}
-            arguments |= {"GROUPS": columns // 8, "BLOCK": launch.block, "ROWS": launch.tile_rows}
+            arguments |= {"BLOCK": launch.block, "ROWS": launch.tile_rows, "CHUNKS": launch.chunks}
+            arguments |= {"PAIRS": in_pairs(launch)}
             arguments |= {"EVEN": True, "ONE_PASS": itemsize == 2, "ROUNDS": ROUNDS, "STAGES": launch.stages}
             kernel = f"kernels._layer_norm_dropout_add:{'backward' if backward else 'forward'}_kernel"
             job = {"kernel": kernel, "arguments": arguments, "warps": launch.warps, "ptx": True}
