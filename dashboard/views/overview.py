@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from dashboard import address, parts, queries
+from dashboard import address, grid, parts, queries
 from dashboard.charts import heatmap
 from dashboard.text import ago, short
 from dashboard.theme import FAILURES, LOOKS, VERDICTS, look, signed, verdict_signed
@@ -56,12 +56,9 @@ def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) 
     ages = {row["time"]: queries.age_s(row["time"]) for row in rows}
     signs = {look(row["status"]) for row in rows} | ({LOOKS["stale"]} if any(row["stale"] for row in rows) else set())
     st.caption("   ".join(f"{one.sign} {one.title}" for one in LOOKS.values() if one in signs))
-    fig = heatmap.coverage(rows, metric, ages)
-    event = parts.figure(fig, "coverage", select="points")
-    for point in parts.points_of(event):
-        technique, gpu = [*(point.get("customdata") or []), "", ""][:2]
-        if technique and parts.newly("coverage", (technique, gpu, len(rows))):
-            parts.go_to(view, "technique", technique=technique, gpu=gpu)
+    clicked = grid.grid(heatmap.coverage(rows, metric, ages), "coverage")
+    if clicked:
+        parts.go_to(view, "technique", technique=clicked[0], gpu=clicked[1])
     picked = None
     with parts.unfolded("The same as a table", "coverage") as seen:
         if seen:

@@ -156,21 +156,12 @@ def test_from_the_overview_to_a_regression_with_the_filters_in_the_address(watch
 
 
 def _click_cell(watched: Watched, technique: str) -> None:
-    """Click the number of a technique's cell in the heat map."""
-    plot = watched.page.locator(".js-plotly-plot").first
-    plot.locator(".textpoint").first.wait_for(timeout=WAIT_MS)
-    place = plot.evaluate(
-        """(plot, name) => {
-            const layout = plot._fullLayout, box = plot.getBoundingClientRect();
-            const at = layout.yaxis.ticktext.indexOf(name);
-            return [box.x + layout.xaxis._offset + layout.xaxis.d2p(0),
-                    box.y + layout.yaxis._offset + layout.yaxis.d2p(layout.yaxis.tickvals[at])];
-        }""",
-        technique,
-    )
-    watched.page.mouse.move(*place)
-    watched.page.wait_for_timeout(300)
-    watched.page.mouse.click(*place)
+    """Click a technique's first cell in the heat map."""
+    row = watched.page.get_by_role("row").filter(has=watched.page.get_by_role("rowheader", name=technique))
+    cell = row.get_by_role("button").first
+    cell.hover()
+    watched.page.get_by_role("tooltip").filter(has_text=f"pairbench run {technique}").wait_for(timeout=WAIT_MS)
+    cell.click()
 
 
 def _select_row(watched: Watched, number: int) -> None:
