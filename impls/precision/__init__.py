@@ -1,0 +1,1 @@
+"""Precision: fewer bits for weights, and what that costs."""

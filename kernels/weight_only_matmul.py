@@ -1,0 +1,321 @@
+"""A linear layer of few tokens whose weights are stored in 8 or 4 bits and widened on their way to the product.
+
+    out[m, n] = Σ_g scales[g, n] · Σ_{k in group g} x[m, k] · q[n, k]
+
+q are whole numbers, int8 or int4, and one scale serves a group of G inputs of one output channel, or the whole channel:
+the symmetric form of GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024, section 3) and Marlin (Frantar et al., 2024).
+
+Bytes: N · K for int8, N · K / 2 for int4, and 2 / G a weight for 16-bit scales; tokens and results are below 2 % up to
+M = 16. At 4.16 TB/s 14336 by 4096 takes 14.1 µs in int8 and 7.3 µs in int4 with groups of 128.
+
+Design. Weights are the rows of the product and tokens its columns (``turned``): 16 columns are the tensor cores' least,
+and the widened weights go from registers into the product without a way through shared memory. Whole numbers up to 8
+bits are exact in bfloat16, so nothing is rounded before the product; the float32 sum of a group meets its scale once,
+not every weight. Loads of the next tiles are in flight (``num_stages``), and a group's scale is loaded a group ahead.
+
+Widening must cost less than the loads, and conversion instructions, sixteen a clock and multiprocessor, would not: the
+bits are placed into the mantissa of a number whose unit is one and that number is taken off again, two weights at once
+(Kim et al., 2022, "Who Says Elephants Can't Run", section 3; Marlin's section on dequantization). For that a word of 16
+bits holds weights that are far apart: the same field of neighbouring words is a run of neighbouring inputs, and words
+come from shared memory into the product's own layout as 16-bit operands do.
+
+Where rows alone do not fill the chip the inputs are split; every split writes its part in float32 and a second kernel
+adds them in order, so that the result is the same to the bit from run to run. Each tile of rows reads all its tokens
+from the L2, and a step over a block has some hundred instructions that no weight pays for: both ask for tall tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels._rows import INTERPRETED, check_beside, check_float, multiprocessors, on_device_of
+
+BITS = (8, 4)
+#: Inputs that are widened together, and that one word's nibbles are spread over; a smaller group makes a smaller block.
+BLOCK = 128
+MAX_SPLITS = 32
+_MERGE_BLOCK = 512
+#: By dtype: the kind of instruction, and, each twice, a number whose unit is one, 1, -1, and minus the first less 8.
+_PTX = {
+    "bf16": ("bf16x2", 0x43004300, 0x3F803F80, 0xBF80BF80, 0xC308C308),
+    "fp16": ("f16x2", 0x64006400, 0x3C003C00, 0xBC00BC00, 0xE408E408),
+}
+
+
+class Launch(NamedTuple):
+    """The shape of one launch; the one place to tune."""
+
+    rows: int  # output channels a program
+    tokens: int  # a program
+    warps: int
+    stages: int  # tiles in flight
+    splits: int  # programs that share the inputs of one tile
+    bit_tricks: bool = True  # widen by hand where the dtype has a way
+
+
+def launch_shape(tokens: int, rows: int, columns: int, bits: int, itemsize: int, slots: int) -> Launch:
+    """Small tiles while tokens are next to nothing, then tall ones: every tile reads all its tokens from the L2.
+
+    slots: multiprocessors. Up to four tokens, tiles of 32 rows: of 14336 rows three a multiprocessor, with no second
+    kernel, and some 30 KiB in flight there, more than latency times bandwidth. Beyond that a tile of 128 rows has as
+    many bytes of int4 as 32 tokens have; its inputs are split until a multiprocessor has two. Float32 takes what fits.
+    """
+    if itemsize == 4:
+        return Launch(64, 16 if tokens <= 16 else 32, 4, 2, _splits(64, 2, tokens, rows, columns, bits, slots))
+    if tokens <= 4:
+        return Launch(32, 16, 2, 6 if bits == 4 else 5, _splits(32, 3, tokens, rows, columns, bits, slots))
+    if tokens <= 16:
+        return Launch(128, 16, 4, 5, _splits(128, 2, tokens, rows, columns, bits, slots))
+    if tokens <= 64:
+        padded = triton.next_power_of_2(tokens)
+        return Launch(128, padded, 8, 4, _splits(128, 1, tokens, rows, columns, bits, slots))
+    return Launch(128, 128, 8, 4, 1)
+
+
+def _splits(tile: int, programs: int, tokens: int, rows: int, columns: int, bits: int, slots: int) -> int:
+    """Enough for that many programs a multiprocessor, unless the parts would be a quarter of the weights' bytes.
+
+    A part is written and read, 8 bytes a number, and mostly stays in the L2. None is shorter than four blocks.
+    """
+    wanted = triton.cdiv(programs * slots, max(1, triton.cdiv(rows, tile)))
+    afford = int(0.25 * columns * bits / 8 / (8 * max(1, tokens)))
+    return max(1, min(wanted, MAX_SPLITS, columns // (4 * BLOCK), afford))
+
+
+@triton.constexpr_function
+def _widen_ptx(bits, place, dtype):
+    """Field `place` of two 16-bit words as two numbers, by way of 128 (float16: 1024), whose unit is one.
+
+    Four bits: with the sign's bit flipped into 128, which is q + 8 more, less 136. Eight bits: the lower seven in 128,
+    less the sign's in another 128, where it stands for itself.
+    """
+    kind, base, one, minus_one, minus_136 = _PTX[str(dtype)]
+    head = f"{{ .reg .b32 t, s, u, v; shr.b32 t, $1, {bits * place}; "
+    if bits == 4:
+        return (
+            f"{head} lop3.b32 t, t, 0x000F000F, {base | 0x00080008:#x}, 0x6A; "
+            f"mov.b32 u, {one:#x}; mov.b32 v, {minus_136:#x}; fma.rn.{kind} $0, t, u, v; }}"
+        )
+    return (
+        f"{head} lop3.b32 s, t, 0x00800080, {base:#x}, 0xEA; lop3.b32 t, t, 0x007F007F, {base:#x}, 0xEA; "
+        f"mov.b32 u, {minus_one:#x}; fma.rn.{kind} $0, s, u, t; }}"
+    )
+
+
+@triton.jit
+def _widen(words, PLACE: tl.constexpr, like, BITS: tl.constexpr, BIT_TRICKS: tl.constexpr):
+    """Field PLACE of every word as the number that it stands for, in the dtype of `like`."""
+    if BIT_TRICKS:
+        ptx: tl.constexpr = _widen_ptx(BITS, PLACE, like.dtype)
+        q = tl.inline_asm_elementwise(ptx, "=r,r", [words], dtype=like.dtype, is_pure=True, pack=2)
+    else:
+        q = ((words << (16 - BITS * (PLACE + 1))) >> (16 - BITS)).to(like.dtype)
+    return q
+
+
+@triton.jit
+def weight_only_kernel(
+    x_ptr, weight_ptr, scales_ptr, out_ptr, tokens, rows, columns, x_stride, blocks, share,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_A_GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    EVEN: tl.constexpr, EXACT: tl.constexpr, BIT_TRICKS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """ROWS output channels for TOKENS tokens over `share` blocks of inputs.
+
+    BLOCKS_A_GROUP: blocks that share a scale, 0 when the channel has one scale. EVEN: the last block is whole. WIDE:
+    the product is taken in float32, for the interpreter.
+    """
+    dtype: tl.constexpr = tl.float32 if WIDE else x_ptr.dtype.element_ty
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    start = split * share
+    stop = tl.minimum(blocks, start + share)
+
+    PARTS: tl.constexpr = 16 // BITS
+    LANES: tl.constexpr = BLOCK // PARTS
+    lane = tl.arange(0, LANES)
+    real_row = row < rows
+    real_token = token < tokens
+    weight = weight_ptr + row.to(tl.int64)[:, None] * (blocks * LANES) + lane[None, :]
+    x = x_ptr + token.to(tl.int64)[None, :] * x_stride + lane[:, None]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    if BLOCKS_A_GROUP == 0:
+        scale = tl.load(scales_ptr + row, mask=real_row, other=0.0).to(tl.float32)
+    else:
+        scale = tl.load(scales_ptr + (start // BLOCKS_A_GROUP).to(tl.int64) * rows + row, mask=real_row, other=0.0)
+
+    for block in tl.range(start, stop):
+        packed = tl.load(weight + block * LANES, mask=real_row[:, None], other=0)
+        part = tl.zeros([ROWS, TOKENS], tl.float32) if BLOCKS_A_GROUP else acc
+        for place in tl.static_range(PARTS):
+            first = block * BLOCK + place * LANES
+            if EVEN:
+                piece = tl.load(x + first, mask=real_token[None, :], other=0.0)
+            else:
+                piece = tl.load(x + first, mask=real_token[None, :] & (first + lane < columns)[:, None], other=0.0)
+            piece = piece.to(dtype)
+            q = _widen(packed, place, piece, BITS, BIT_TRICKS)
+            part = tl.dot(q, piece, part, input_precision="ieee" if EXACT else "tf32")
+        if BLOCKS_A_GROUP:
+            present = scale
+            following = tl.minimum(block + 1, blocks - 1) // BLOCKS_A_GROUP
+            scale = tl.load(scales_ptr + following.to(tl.int64) * rows + row, mask=real_row, other=0.0)
+            acc += part * present.to(tl.float32)[:, None]
+        else:
+            acc = part
+    if BLOCKS_A_GROUP == 0:
+        acc *= scale[:, None]
+    place_out = (split * tokens + token).to(tl.int64)[None, :] * rows + row[:, None]
+    tl.store(out_ptr + place_out, acc.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_token[None, :])
+
+
+@triton.jit
+def add_parts_kernel(parts_ptr, out_ptr, count, splits, BLOCK: tl.constexpr):
+    """The sum of `splits` parts of `count` numbers each, first to last."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    acc = tl.zeros([BLOCK], tl.float32)
+    part = parts_ptr + place
+    for _ in tl.range(0, splits):
+        acc += tl.load(part, mask=inside, other=0.0)
+        part += count
+    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def block_of(columns: int, group: int | None) -> int:
+    """Inputs a block under that group size (None: one scale a channel).
+
+    Raises:
+        ValueError: a group that is no multiple of 128 and not 64.
+    """
+    if group is None or (group > 0 and group % BLOCK == 0):
+        return BLOCK
+    if group != BLOCK // 2:
+        raise ValueError(f"group: {group} inputs a scale is not supported; use 64, a multiple of 128, or None")
+    return group
+
+
+def pack(q_NK: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
+    """Whole numbers (N, K) as the kernel reads them: int16 words of 16 / bits numbers each, (N, words).
+
+    Inputs are taken in blocks of B, the last one filled with zeros. Word j of a block holds, in field i from its lowest
+    bits on, input j + i · B · bits / 16 in two's complement.
+
+    Raises:
+        ValueError: another dtype or shape, a number outside the range, bits or group that the kernel does not know.
+    """
+    if q_NK.dtype != torch.int8 or q_NK.ndim != 2:
+        raise ValueError(f"q: {q_NK.dtype} of shape {tuple(q_NK.shape)}; it must be int8, (outputs, inputs)")
+    fields, block = _fields(bits), block_of(q_NK.shape[1], group)
+    if bits == 4 and q_NK.numel() and not -8 <= int(q_NK.min()) <= int(q_NK.max()) <= 7:
+        raise ValueError(f"q: numbers from {int(q_NK.min())} to {int(q_NK.max())}; four bits hold -8 to 7")
+    rows, blocks = q_NK.shape[0], triton.cdiv(q_NK.shape[1], block)
+    padded = torch.nn.functional.pad(q_NK, (0, -q_NK.shape[1] % block))
+    parts = padded.view(rows, blocks, fields, block // fields)
+    words = torch.zeros_like(parts[:, :, 0], dtype=torch.int16)
+    for place in range(fields):
+        words |= (parts[:, :, place].to(torch.int16) & (2**bits - 1)) << (bits * place)
+    return words.reshape(rows, blocks * (block // fields))
+
+
+def unpack(packed: torch.Tensor, columns: int, bits: int, group: int | None) -> torch.Tensor:
+    """The whole numbers (N, K) int8 that :func:`pack` was given."""
+    fields, block = _fields(bits), block_of(columns, group)
+    rows, blocks = packed.shape[0], triton.cdiv(columns, block)
+    up = torch.arange(16 - bits, -1, -bits, dtype=torch.int16, device=packed.device)[:, None]
+    numbers = (packed.view(rows, blocks, 1, block // fields) << up) >> (16 - bits)
+    return numbers.to(torch.int8).reshape(rows, blocks * block)[:, :columns]
+
+
+def _fields(bits: int) -> int:
+    """Numbers a word."""
+    if bits not in BITS:
+        raise ValueError(f"bits: {bits} is not supported; use 8 or 4")
+    return 16 // bits
+
+
+def weight_only_matmul(
+    x_MK: torch.Tensor,
+    packed: torch.Tensor,
+    scales_GN: torch.Tensor,
+    *,
+    bits: int,
+    group: int | None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """x times the transposed weights that ``packed`` and ``scales`` stand for, (M, N), summed in float32.
+
+    Args:
+        x_MK: tokens, float32, float16 or bfloat16; rows contiguous, any stride between them.
+        packed: what :func:`pack` gives, contiguous.
+        scales_GN: a scale for each group of inputs and each output channel, contiguous, x's dtype or float32; one row
+            when ``group`` is None.
+        bits: 8 or 4.
+        group: inputs a scale, 64 or a multiple of 128; the last group may be short. None: one scale a channel.
+        splits: programs that share the inputs of one tile; chosen for the chip when None.
+
+    Raises:
+        ValueError: a shape, stride, dtype or device outside what is said here; the argument is named.
+    """
+    check_float("x", x_MK)
+    if x_MK.ndim != 2 or (x_MK.shape[1] > 1 and x_MK.stride(1) != 1):
+        raise ValueError(f"x: shape {tuple(x_MK.shape)}, strides {x_MK.stride()}; (tokens, inputs), rows contiguous")
+    tokens, columns = x_MK.shape
+    block, rows = _check_weight(x_MK, packed, scales_GN, bits, group)
+    shape = launch_shape(tokens, rows, columns, bits, x_MK.element_size(), multiprocessors(x_MK.device))
+    chosen = shape.splits if splits is None else splits
+    if not 1 <= chosen <= MAX_SPLITS:
+        raise ValueError(f"splits: {chosen} is not between 1 and {MAX_SPLITS}")
+    out = torch.empty(tokens, rows, dtype=x_MK.dtype, device=x_MK.device)
+    if not out.numel():
+        return out
+    if not columns:
+        return out.zero_()
+    blocks = triton.cdiv(columns, block)
+    share = triton.cdiv(blocks, chosen)
+    chosen = triton.cdiv(blocks, share)  # none without a block of its own
+    target = out
+    if chosen > 1:
+        target = torch.empty(chosen, tokens, rows, dtype=torch.float32, device=x_MK.device)
+    grid = (triton.cdiv(tokens, shape.tokens), triton.cdiv(rows, shape.rows), chosen)
+    with on_device_of(x_MK):
+        weight_only_kernel[grid](
+            x_MK, packed, scales_GN, target,
+            tokens, rows, columns, x_MK.stride(0), blocks, share,
+            BITS=bits, BLOCK=block, BLOCKS_A_GROUP=0 if group is None else group // block,
+            ROWS=shape.rows, TOKENS=shape.tokens, EVEN=columns % block == 0, EXACT=x_MK.dtype == torch.float32,
+            BIT_TRICKS=shape.bit_tricks and x_MK.element_size() == 2 and not INTERPRETED, WIDE=INTERPRETED,
+            num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        if chosen > 1:
+            count = out.numel()
+            add_parts_kernel[(triton.cdiv(count, _MERGE_BLOCK),)](target, out, count, chosen, BLOCK=_MERGE_BLOCK)
+    return out
+
+
+def _check_weight(
+    x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, bits: int, group: int | None
+) -> tuple[int, int]:
+    """Inputs a block, and output channels."""
+    columns = x.shape[1]
+    fields, block = _fields(bits), block_of(x.shape[1], group)
+    wanted = triton.cdiv(columns, block) * (block // fields)
+    if packed.ndim != 2 or packed.dtype != torch.int16 or packed.shape[1] != wanted or not packed.is_contiguous():
+        raise ValueError(
+            f"packed: {packed.dtype} {tuple(packed.shape)}, strides {packed.stride()}; {columns} inputs in {bits} bits "
+            f"are int16 words, (outputs, {wanted}), contiguous, as pack() makes them"
+        )
+    if packed.device != x.device:
+        raise ValueError(f"packed: is on {packed.device}, but x is on {x.device}")
+    groups = 1 if group is None else triton.cdiv(columns, group)
+    if tuple(scales.shape) != (groups, packed.shape[0]) or not scales.is_contiguous():
+        raise ValueError(
+            f"scales: shape {tuple(scales.shape)}, strides {scales.stride()}; it must be contiguous, "
+            f"({groups}, {packed.shape[0]})"
+        )
+    check_beside("scales", scales, "x", x, dtypes=(torch.float32,))
+    return block, packed.shape[0]
