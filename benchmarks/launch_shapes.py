@@ -10,6 +10,7 @@ candidate: a few such processes side by side fill Triton's cache first.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -32,6 +33,7 @@ from kernels import (
     rope,
     softmax,
     swiglu,
+    weight_only_matmul,
 )
 
 BF16 = torch.bfloat16
@@ -289,6 +291,31 @@ def of_paged_attention(place: Place) -> Iterator[Case]:
         yield Case(
             f"batch {batch}, context {context}", 4 * k.numel(), lambda a=arguments: m.paged_decode(*a), m, shapes
         )
+
+
+def of_weight_only_matmul(place: Place) -> Iterator[Case]:
+    m = weight_only_matmul
+    tiles = ((32, 2), (64, 4), (128, 4), (128, 8), (256, 8))
+    for many, columns, (bits, group) in itertools.product((14336, 4096), (4096, 14336), ((8, None), (4, 128))):
+        if many == columns:
+            continue
+        q = torch.randint(-8, 8, (place.rows(many), columns), dtype=torch.int8, device=place.device)
+        packed, scales = m.pack(q, bits, group), place.randn(1 if group is None else columns // group, len(q))
+        for tokens, wide, splits in ((1, 16, 8), (8, 16, 8), (16, 16, 4), (64, 64, 2), (256, 64, 1), (256, 128, 1)):
+            x = place.randn(tokens, columns)
+            shapes = {
+                f"{rows} rows, {warps} warps, {stages} stages, {parts} splits{'' if tricks else ', converted'}": {
+                    "launch_shape": given(m.Launch(rows, wide, warps, stages, parts, tricks))
+                }
+                for (rows, warps), stages, parts in itertools.product(tiles, (3, 4, 5, 7), (1, 2, 3, 4, 6, 8))
+                for tricks in ((True, False) if stages == 5 else (True,))
+                if parts <= splits and rows * wide <= 64 * 32 * warps
+                if (16 * rows * bits + 256 * wide) * (stages - 1) <= 200 * 1024
+            }
+            label = f"{bits} bits, {columns} to {many}, {tokens} tokens by {wide}"
+            nbytes = 2 * (packed.numel() + scales.numel() + x.numel() + tokens * len(q))
+            options = {"bits": bits, "group": group}
+            yield Case(label, nbytes, lambda a=(x, packed, scales), o=options: m.weight_only_matmul(*a, **o), m, shapes)
 
 
 FAMILIES: dict[str, Callable[[Place], Iterator[Case]]] = {
