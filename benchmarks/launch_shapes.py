@@ -279,7 +279,7 @@ def of_paged_attention(place: Place) -> Iterator[Case]:
         lengths = torch.full((batch,), context, dtype=torch.int32, device=k.device)
         shapes = {
             f"{tile} positions, {warps} warps, {stages} stages, {programs} programs": {
-                "launch_shape": given(m.Launch(tile, warps, stages, programs))
+                "launch_shape": given(m.Launch(tile, warps, stages, min(2, programs), programs))
             }
             for tile in (32, 64, 128)
             for warps in (2, 4, 8)

@@ -164,8 +164,8 @@ def mla_decode(
     shape = launch_shape(heads, q_BHX.element_size())
     blocks = triton.cdiv(heads, shape.heads)
     if splits is None:
-        slots = shape.programs * multiprocessors(q_BHX.device)
-        splits = choose_splits(max(1, batch * blocks), cache_BCX.shape[1], slots, shape.tile)
+        rows, chip = max(1, batch * blocks), multiprocessors(q_BHX.device)
+        splits = choose_splits(rows, cache_BCX.shape[1], chip, shape.tile, shape.programs, shape.programs)
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits: {splits} is not between 1 and {MAX_SPLITS}")
     out = torch.empty(batch, heads, latent, dtype=q_BHX.dtype, device=q_BHX.device)

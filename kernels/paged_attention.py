@@ -53,6 +53,7 @@ class Launch(NamedTuple):
     warps: int
     stages: int  # tiles in flight
     programs: int  # that a multiprocessor needs to have all the loads in flight that it can use
+    resident: int  # that fit on one at a time
 
 
 def launch_shape(width: int, itemsize: int) -> Launch:
@@ -60,27 +61,33 @@ def launch_shape(width: int, itemsize: int) -> Launch:
 
     A tile's addresses come from the block table, so its loads wait for another load: the compiler spends part of the
     stages on the table, and five of them buffer two tiles (72 KiB of shared memory at a width of 128). Two programs
-    have 128 KiB in flight, more than latency times bandwidth; further splits would only add starts and merges.
+    have 128 KiB in flight, more than latency times bandwidth; further splits would only add starts and merges. Three
+    fit beside each other.
     Tiles of 8 bits hold no more positions than those of 16, whose registers they take when widened: three in flight.
     """
     padded = triton.next_power_of_2(width)
     tile = max(16, min(128, 16_384 // (padded * max(2, itemsize))))
-    return Launch(tile=tile, warps=4, stages=5 if itemsize > 1 else 7, programs=2)
+    return Launch(tile=tile, warps=4, stages=5 if itemsize > 1 else 7, programs=2, resident=3)
 
 
 @lru_cache(maxsize=4096)
-def choose_splits(rows: int, longest: int, slots: int, tile: int) -> int:
+def choose_splits(rows: int, longest: int, multiprocessors: int, tile: int, programs: int, resident: int) -> int:
     """How many programs share one sequence and KV head.
 
-    The fewest that keep the chip within a tenth of the best use that any number would reach: the last wave of programs
-    is then nearly full. No split is shorter than four tiles, so that its start and its merge stay small beside it.
-    Remembered, since a search in Python takes as long as a small launch.
+    The fewest that keep the chip within a tenth of the best use that any number would reach. Programs that are all
+    resident share the bandwidth, and the multiprocessor that has most of them ends last; of more than fit at a time the
+    last wave has too few loads in flight, so that it should be nearly full. No split is shorter than four tiles, so
+    that its start and its merge stay small beside it. Remembered, since a search in Python takes as long as a small
+    launch.
     """
     most = max(1, min(MAX_SPLITS, longest // (4 * tile)))
 
     def use(splits: int) -> float:
-        waves = rows * splits / slots
-        return waves / math.ceil(waves)
+        each = rows * splits / multiprocessors
+        if each <= programs:
+            return each / programs
+        per = 1 if each <= resident else resident
+        return each / per / math.ceil(each / per)
 
     best = max(use(s) for s in range(1, most + 1))
     return next(s for s in range(1, most + 1) if use(s) >= 0.9 * best)
@@ -247,8 +254,8 @@ def paged_decode(
     shape = launch_shape(width, k_NKPE.element_size())
     if splits is None:
         context = tables_BM.shape[1] * page if longest is None else longest
-        slots = shape.programs * multiprocessors(q_BHE.device)
-        splits = choose_splits(max(1, batch * kv_heads), context, slots, shape.tile)
+        rows, chip = max(1, batch * kv_heads), multiprocessors(q_BHE.device)
+        splits = choose_splits(rows, context, chip, shape.tile, shape.programs, shape.resident)
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits: {splits} is not between 1 and {MAX_SPLITS}")
     out = torch.empty(batch, heads, width, dtype=q_BHE.dtype, device=q_BHE.device)

@@ -223,14 +223,17 @@ def test_the_cache_write_rounds_and_saturates_int8():
 
 
 def test_splits_fill_the_last_wave():
-    assert choose_splits(256, 4096, 264, 64) == 1
-    assert choose_splits(8, 32_768, 264, 64) == 30
-    assert choose_splits(8, 200, 264, 64) == 1
-    for rows in range(1, 600, 7):
-        splits = choose_splits(rows, 8192, 264, 64)
-        waves = rows * splits / 264
-        assert 1 <= splits <= 32
-        assert waves / math.ceil(waves) >= 0.75 or splits == 32 or rows * 32 < 264
+    def chosen(rows: int, longest: int) -> int:
+        return choose_splits(rows, longest, 132, tile=64, programs=2, resident=3)
+
+    assert chosen(256, 4096) == 1, "two programs on nearly every multiprocessor"
+    assert chosen(8, 32_768) == 30
+    assert chosen(8, 200) == 1
+    assert chosen(512, 16_384) == 3, "instead of 1.3 waves of three, the last of them a third full"
+    assert chosen(1024, 4096) == 3
+    for rows in range(400, 3000, 7):
+        waves = rows * chosen(rows, 8192) / (3 * 132)
+        assert waves / math.ceil(waves) >= 0.8
 
 
 REFUSED = {
