@@ -122,16 +122,22 @@ def expected_tokens(rate: float, drafted: int) -> float:
 
 
 def expected_speedup(
-    rate: float, drafted: int, draft_cost: float, pass_cost: float = 1.0, drafted_share: float = 1.0
+    rate: float,
+    drafted: int,
+    draft_cost: float,
+    pass_cost: float = 1.0,
+    drafted_share: float = 1.0,
+    checked_share: float | None = None,
 ) -> float:
-    """Tokens over cost of a step, in plain steps: Theorem 3.8 of Leviathan et al. with the last two arguments as 1.
+    """Tokens over cost of a step, in plain steps: Theorem 3.8 of Leviathan et al. when the last three are left out.
 
     Args:
         rate: a, the probability that a draft is accepted whose forerunners were.
         drafted: k. draft_cost: c, of drafting one token. pass_cost: of the pass over k + 1 positions, which the
             theorem takes to cost as much as one position. All costs are shares of the pass over one position.
-        drafted_share: of the steps that had a draft; the others run one position, and have paid for looking.
+        drafted_share: of the steps of a row that had a draft. checked_share: of the passes over k + 1 positions among
+            all, more than the former in a batch, where one row's draft is enough; the others run one position.
     """
+    checked = drafted_share if checked_share is None else checked_share
     tokens = drafted_share * expected_tokens(rate, drafted) + 1 - drafted_share
-    cost = drafted_share * pass_cost + 1 - drafted_share + drafted * draft_cost
-    return tokens / cost
+    return tokens / (checked * pass_cost + 1 - checked + drafted * draft_cost)

@@ -68,7 +68,7 @@ class DraftedLoop:
         self.tally = torch.zeros(len(TALLY), dtype=torch.long, device=device)
         self.flags = torch.zeros(2, dtype=torch.bool, device=device)
         self.calls: dict[str, Callable[[], None]] = {}
-        self.steps = 0
+        self.steps = self.checked = 0
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class DraftedLoop:
         """Back to the end of the prompt."""
         self.length_B.fill_(self.prompt)
         self.tally.zero_()
-        self.steps = 0
+        self.steps = self.checked = 0
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -166,6 +166,7 @@ class DraftedLoop:
             self.calls["verify" if found else "extend"]()
             self.calls["propose"]()
             self.steps += 1
+            self.checked += found
 
     def answer(self) -> Tensor:
         """The decoded tokens, (B, N)."""
@@ -194,6 +195,7 @@ class DraftedLoop:
         if self.drafter is None:
             return counts
         rows, k = max(1.0, counts["row_steps"]), self.drafted
+        checked = self.checked / max(1, self.steps)
         rate = counts["accepted_tokens"] / max(1.0, counts["examined_drafts"])
         share = counts["drafted_steps"] / rows
         prices = self._prices()
@@ -203,13 +205,14 @@ class DraftedLoop:
             "acceptance_length": counts["emitted_tokens"] / rows,
             "acceptance_rate": rate,
             "drafted_share": share,
+            "checked_share": checked,
             "extend_s": prices["extend"],
             "verify_s": prices["verify"],
             "propose_s": prices["propose"],
             "draft_cost": draft,
             "verify_cost": verify,
-            "theory_speedup": expected_speedup(rate, k, draft, drafted_share=share),
-            "predicted_speedup": expected_speedup(rate, k, draft, verify, share),
+            "theory_speedup": expected_speedup(rate, k, draft, 1.0, share),
+            "predicted_speedup": expected_speedup(rate, k, draft, verify, share, checked),
         }
 
     @torch.inference_mode()

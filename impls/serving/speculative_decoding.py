@@ -20,13 +20,13 @@ k·c + v, v the price of a pass over k + 1 positions (Theorem 3.8 of Leviathan e
 
 The acceptance rate is a matter of text and model and cannot be counted beforehand, so ``predict`` gives no figure.
 The record has a, c and v as measured (``acceptance_rate``, ``draft_cost``, ``verify_cost``) and two predictions to
-hold against its ``speedup``: ``theory_speedup`` with v = 1, and ``predicted_speedup`` with v. Steps in which no draft
-was found run one position; ``drafted_share`` is that of the others. A batch lasts as long as its slowest row, which
-neither knows (``idle_row_steps``).
+hold against its ``speedup``: ``theory_speedup`` with v = 1, and ``predicted_speedup`` with v. A pass for which no row
+has a draft runs one position; ``drafted_share`` of the rows' steps had one, ``checked_share`` of the passes ran k + 1.
+A batch lasts as long as its slowest row, which neither prediction knows (``idle_row_steps``).
 
-Where it does not pay: text that does not repeat, models that no draft fits (of random weights lookups accept next to
-nothing, and the record shows the loss), batches that arithmetic binds. What ``set_acceptance`` shows on random weights
-is what a drafter of that quality and no cost would bring there; no drafter of ours reaches it.
+Where it does not pay: text that does not repeat, models that no draft fits (of random weights lookups accept something
+only where the model goes in circles), batches that arithmetic binds. What ``set_acceptance`` shows on random weights is
+what a drafter of that quality and no cost would bring there; no drafter of ours reaches it.
 
 The prompt's pass is not timed. Both sides are one loop, one model and one cache; on a GPU all steps are CUDA graphs.
 """

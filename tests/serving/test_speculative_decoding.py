@@ -17,9 +17,10 @@ from impls.model.config import ModelConfig
 from impls.model.decoder import Parts, keep_unrotated
 from impls.model.fetch import default_model_path
 from impls.model.weights import load_model
-from impls.serving.draft_acceptance import Draft, Greedy, Sampled, expected_speedup, expected_tokens
+from impls.serving.draft_acceptance import Greedy, expected_speedup, expected_tokens
 from impls.serving.drafted_loop import DraftedLoop
 from impls.serving.drafts import GivenDrafts, LayerSkip, PromptLookup
+from impls.serving.fast_decoder import fast_decoder
 from impls.serving.plain_loop import plain_tokens
 from impls.serving.request import Request, Sampling
 from impls.serving.runner import with_parts
@@ -54,7 +55,7 @@ def loop_of(model, prompts, answers, drafter, drafted, kind=DraftedLoop):
         loop.drafter = LayerSkip(model, 2, drafted, loop.rule, loop.attend)
     elif drafter is not None:
         loop.drafter = GivenDrafts(drafted, drafter, VOCAB, len(prompts), loop.places, seed=1)
-        loop.drafter.know(torch.tensor(answers), loop.prompt)
+        loop.drafter.know(torch.as_tensor(answers, device=prompts.device), loop.prompt)
     loop.prefill(prompts)
     return loop
 
@@ -146,14 +147,16 @@ def test_drafts_keep_their_memory_from_step_to_step(model, prompts, answers):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("drafter", [None, "lookup", "skip", 0.6])
-def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps(prompts, answers, drafter):
-    on_gpu = load_model(shape=SMALL, seed=4, device="cuda")
-    eager = [plain_tokens(on_gpu, Request("a", row, Sampling(max_tokens=NEW))) for row in prompts.tolist()]
-    loop = loop_of(on_gpu, prompts.cuda(), torch.tensor(eager, device="cuda"), drafter, 4)
+def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps(prompts, drafter, fused):
+    plain = load_model(shape="tiny", seed=4, device="cuda")
+    want = [plain_tokens(plain, Request("a", row, Sampling(max_tokens=NEW))) for row in prompts.tolist()]
+    loop = loop_of(fast_decoder(plain) if fused else plain, prompts.cuda(), want, drafter, 4)
     for _ in range(2):
         loop.run()
-        assert loop.answer().tolist() == eager
+        assert loop.answer().tolist() == want
+        loop.answer().fill_(0)
 
 
 # -- lookups -------------------------------------------------------------------------------------------------------
@@ -189,124 +192,6 @@ def test_short_matches_can_be_refused():
         PromptLookup(1, 2, shortest=3)
 
 
-# -- sampling ------------------------------------------------------------------------------------------------------
-
-FEW = 5
-SMALLEST = ModelConfig(
-    vocab_size=FEW, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
-)
-ROWS, TOKENS, TEMPERATURE = 8_000, 3, 0.8
-PROMPT = [1, 3, 2, 1, 3]
-
-
-class KeepsAll(Sampled):
-    """Accepts every draft."""
-
-    def kept(self, p_Bk, q_Bk):
-        return torch.ones_like(p_Bk, dtype=torch.bool)
-
-
-class ForgetsTheDraft(Sampled):
-    """Accepts with probability p, as if the draft had been certain."""
-
-    def kept(self, p_Bk, q_Bk):
-        return super().kept(p_Bk, torch.ones_like(q_Bk))
-
-
-class KeepsTheRest(Sampled):
-    """Draws a rejected token from the whole distribution again."""
-
-    def rest(self, p_BV, q_BV):
-        return p_BV
-
-
-class SubtractsAnyway(Sampled):
-    """Corrects also where there was no draft."""
-
-    def __call__(self, logits_BSV, draft):
-        self.found_B = None if draft is None else draft.found_B
-        if draft is not None:
-            draft = Draft(draft.tokens_Bk, torch.ones_like(draft.found_B), draft.chances_BkV)
-        return super().__call__(logits_BSV, draft)
-
-    def kept(self, p_Bk, q_Bk):
-        return super().kept(p_Bk, q_Bk) & self.found_B.unsqueeze(1)
-
-
-@pytest.fixture(scope="module")
-def smallest():
-    return load_model(shape=SMALLEST, seed=1)
-
-
-@pytest.fixture(scope="module")
-def exact(smallest):
-    """Probability of every answer of TOKENS tokens, by the chain rule."""
-    paths = list(itertools.product(range(FEW), repeat=TOKENS))
-    with torch.inference_mode():
-        logits = smallest(torch.tensor([PROMPT + list(path[:-1]) for path in paths]))
-    chances = (logits[:, len(PROMPT) - 1 :].double() / TEMPERATURE).softmax(-1)
-    each = chances.gather(2, torch.tensor(paths).unsqueeze(2)).squeeze(2).prod(1)
-    assert float(each.sum()) == pytest.approx(1.0)
-    return each
-
-
-def surprise(smallest, exact, drafter, rule) -> float:
-    """How many standard deviations the answers' chi-square lies above its mean (Wilson and Hilferty, 1931)."""
-    loop = DraftedLoop(smallest, ROWS, len(PROMPT), TOKENS, 2, rule(TEMPERATURE, torch.Generator().manual_seed(5)))
-    if drafter == "lookup":
-        loop.drafter = PromptLookup(2)
-    elif drafter == "skip":
-        loop.drafter = LayerSkip(smallest, 1, 2, loop.rule, loop.attend)
-    loop.prefill(torch.tensor([PROMPT]).expand(ROWS, -1))
-    loop.run()
-    places = loop.answer() @ torch.tensor([FEW**i for i in reversed(range(TOKENS))])
-    have = torch.bincount(places, minlength=FEW**TOKENS).double()
-    want = exact * ROWS
-    rare = want < 8
-    have = torch.cat((have[~rare], have[rare].sum().view(1)))
-    want = torch.cat((want[~rare], want[rare].sum().view(1)))
-    freedom = len(want) - 1
-    assert freedom > 20
-    chi2 = float(((have - want).square() / want).sum())
-    spread = 2 / (9 * freedom)
-    return ((chi2 / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-
-
-@pytest.mark.parametrize("drafter", [None, "lookup", "skip"])
-def test_sampled_answers_are_distributed_as_the_targets_own(smallest, exact, drafter):
-    assert abs(surprise(smallest, exact, drafter, Sampled)) < 3
-
-
-@pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [
-        ("lookup", KeepsAll),
-        ("skip", KeepsAll),
-        ("skip", ForgetsTheDraft),
-        ("lookup", KeepsTheRest),
-        ("skip", KeepsTheRest),
-        ("lookup", SubtractsAnyway),
-    ],
-)
-def test_a_wrong_rule_fails_that_test(smallest, exact, drafter, rule):
-    assert surprise(smallest, exact, drafter, rule) > 6
-
-
-def test_drafts_drawn_from_the_target_itself_all_stay():
-    rule = Sampled(1.0, torch.Generator().manual_seed(1))
-    logits_BSV = torch.randn(50, 4, 9, generator=torch.Generator().manual_seed(2))
-    chances = logits_BSV[:, :3].softmax(-1)
-    tokens = torch.multinomial(chances.flatten(0, 1), 1, generator=rule.generator).view(50, 3)
-    accepted_B, emitted_BS = rule(logits_BSV, Draft(tokens, torch.ones(50, dtype=torch.bool), chances))
-    assert accepted_B.tolist() == [3] * 50
-    assert torch.equal(emitted_BS[:, :3], tokens)
-
-
-def test_temperature_zero_is_refused():
-    with pytest.raises(ValueError, match="0 is Greedy"):
-        Sampled(0.0, torch.Generator())
-
-
 # -- what it is worth ----------------------------------------------------------------------------------------------
 
 
@@ -318,6 +203,8 @@ def test_the_theory_is_the_papers():
     assert expected_speedup(0.0, k, c) == pytest.approx(1 / (1 + k * c))
     assert expected_speedup(a, k, 0.0, pass_cost=2.0) == pytest.approx(expected_tokens(a, k) / 2)
     assert expected_speedup(a, k, 0.0, drafted_share=0.0) == 1.0
+    # Of two rows one has a draft, which is accepted: each pass is a dear one, and three tokens are two rows' step.
+    assert expected_speedup(1.0, 1, 0.0, 2.0, drafted_share=0.5, checked_share=1.0) == pytest.approx(1.5 / 2)
 
 
 def test_a_set_rate_gives_the_length_that_the_theory_says(model):
