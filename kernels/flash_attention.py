@@ -1,9 +1,9 @@
 """Exact attention that never holds the score matrix: the public entry, its checks and its gradients.
 
 The forward is FlashAttention-2's (Dao 2023, Algorithm 1), the backward a single pass of five matrix products that
-meets dQ by float32 atomic adds, or, on request, two deterministic passes of seven. Memory beyond the outputs grows
-with the sequence length, not with its square: the log-sum-exp in the forward, and in the backward two float32 values a
-query row and a float32 buffer like q.
+meets dQ by float32 atomic adds, or, on request and where that was measured faster, two deterministic passes of seven.
+Memory beyond the outputs grows with the sequence length, not with its square: the log-sum-exp in the forward, and in
+the backward two float32 values a query row and a float32 buffer like q.
 """
 
 from __future__ import annotations

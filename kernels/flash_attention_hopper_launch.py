@@ -57,8 +57,12 @@ def unsupported_by_hopper(problem: Problem) -> str | None:
 
 
 def hopper_tile(problem: Problem) -> HopperTile:
-    """The tile for a problem: as many slots as fit 227 KB beside the queries; turns where they were measured ahead."""
-    return HopperTile(stages=2 if problem.head_dim == 128 else 3, ping_pong=problem.right is None)
+    """The tile for a problem: as many slots as fit 227 KB beside the queries, and the order measured best.
+
+    Under a mask tiles differ in length and go to whoever is free; with equal ones the groups take turns.
+    """
+    stages, full = 2 if problem.head_dim == 128 else 3, problem.right is None
+    return HopperTile(128, stages, ping_pong=full, order="fixed" if full else "counter", q_slots=2)
 
 
 @lru_cache(maxsize=64)

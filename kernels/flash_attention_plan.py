@@ -44,10 +44,10 @@ class Config:
 
     `descriptors` loads tiles through tensor descriptors (Hopper's bulk copy engine) instead of pointers;
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
-    the deterministic backward even when nobody asked: where one pass would not fit the registers. `hopper` (a
-    HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead, `hopper_backward` the
-    one-pass backward. `beside` names those of the Triton backward's sums (dV, dK) that are issued to run beside other
-    work.
+    the deterministic backward even when nobody asked: where one pass would not fit the registers, or is slower.
+    `hopper` (a HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead,
+    `hopper_backward` the one-pass backward. `beside` names those of the Triton backward's sums (dV, dK) that are issued
+    to run beside other work.
     """
 
     forward: Tile
@@ -72,8 +72,8 @@ class Config:
 
 # Hopper by head dimension (rounded up to a power of two): each fits 227 KB of shared memory and 255 registers.
 _HOPPER = {
-    64: Config(Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 64, 4, 2)),
-    128: Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    64: Config(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+    128: Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), two_passes=True, beside=("dV",)),
     256: Config(Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), two_passes=True),
 }
 # Elsewhere: what fits the 99 KB of the smallest parts since Ampere.
@@ -107,12 +107,16 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     if capability < (9, 0):
         return _ELSEWHERE[rounded]
     config = replace(_HOPPER[rounded], descriptors=describable, descriptor_adds=describable)
-    if capability == (9, 0) and describable and problem.head_dim == 128:
+    full = problem.left is None and problem.right is None
+    if rounded == 64 and full:
+        config = replace(config, beside=("dV", "dK"))  # under a mask the same costs more than it hides
+    if capability == (9, 0) and describable and problem.head_dim in (64, 128):
         from .flash_attention_hopper_launch import hopper_tile, unsupported_by_hopper  # it imports this module
 
-        # Measured ahead of the Triton forward at D=128; D=64 and the Gluon backward have not been timed.
         if unsupported_by_hopper(problem) is None:
-            config = replace(config, hopper=hopper_tile(problem))
+            # Measured ahead of Triton everywhere but in the causal forward at D=64.
+            ahead = problem.head_dim == 128 or full
+            config = replace(config, hopper=hopper_tile(problem) if ahead else None, hopper_backward=True)
     return config
 
 

@@ -35,37 +35,42 @@ def problem_for(head_dim: int, causal: bool, batch: int, heads: int, q_len: int,
 def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[int, int] | None) -> list[Candidate]:
     """What to measure; the first is Triton's own choice of tiles. None is the interpreter."""
     chosen = choose_config(problem_for(head_dim, causal, 1, 1, 4096, 4096), capability, describable=True)
-    base = replace(chosen, hopper=None)
+    base = replace(chosen, hopper=None, hopper_backward=False)
     tile = base.forward if direction == "forward" else base.backward
-    default = Candidate(f"triton {tile}", direction, head_dim, base, *_expected(head_dim, direction, causal))
-    if capability is None:
-        described = replace(base, descriptors=True)
-        return [default, replace(default, name=f"triton {tile} described", config=described)]
-    if capability < (9, 0):
-        return [default]
-    found = [default]
-    variants = _FORWARD if direction == "forward" else _BACKWARD
-    for other, predicted, why in variants.get(head_dim, ()):
-        if other != tile:
-            config = replace(base, **{direction: other})
-            found.append(Candidate(f"triton {other}", direction, head_dim, config, predicted, why))
-    if direction == "backward" and not base.two_passes:
-        found += [
-            Candidate(f"triton {tile} adds by threads", direction, head_dim, replace(base, descriptor_adds=False), 0.6,
-                      "no staging of dQ, but an atomic add for every four elements"),
-            Candidate(f"triton {tile} two passes", direction, head_dim, replace(base, two_passes=True), 0.6,
-                      "seven products where five suffice, no atomic adds"),
-        ]  # fmt: skip
-    if direction == "backward":
-        for other, two_passes, beside, predicted, why in _BESIDE.get(head_dim, ()):
-            if causal and beside == ("dK",):
-                continue  # the mask takes the registers: two values spill
-            config = replace(base, backward=other, two_passes=two_passes, beside=beside)
-            name = f"triton {other}{' two passes' if two_passes else ''} {' and '.join(beside)} beside"
-            share = predicted - 0.03 * causal
-            found.append(Candidate(name, direction, head_dim, config, share, why))
+    if capability is None or capability < (9, 0):
+        default = Candidate(f"triton {tile}", direction, head_dim, base, 0.6, "the choice for every other device")
+        described = replace(default, name=f"triton {tile} described", config=replace(base, descriptors=True))
+        return [default, described] if capability is None else [default]
+    found = (
+        _triton_forward(head_dim, causal, base) if direction == "forward" else _triton_backward(head_dim, causal, base)
+    )
+    found.sort(key=lambda candidate: candidate.config != base)  # the choice first, the rest in order
     if head_dim in (64, 128) and capability == (9, 0):
         found += _hopper(head_dim, causal, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
+    return found
+
+
+def _triton_forward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
+    return [
+        Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile), share - 0.02 * causal, why)
+        for tile, share, why in _FORWARD[head_dim]
+    ]
+
+
+def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
+    found = []
+    for tile, ways, share, why in _BACKWARD[head_dim]:
+        if causal and ways == ("dK",):
+            continue  # the mask takes the registers: two values spill
+        beside = tuple(way for way in ways if way in ("dV", "dK"))
+        config = replace(
+            base, backward=tile, beside=beside, two_passes="two passes" in ways,
+            descriptor_adds=base.descriptor_adds and "adds by threads" not in ways,
+        )  # fmt: skip
+        words = [way for way in ways if way not in beside]
+        words += [f"{' and '.join(beside)} beside"] if beside else []
+        name = " ".join(["triton", str(tile), *words])
+        found.append(Candidate(name, "backward", head_dim, config, share - 0.03 * causal, why))
     return found
 
 
@@ -78,64 +83,58 @@ def is_picked(candidate: Candidate, causal: bool) -> bool:
     return bool(replace(ours, forward=chosen.forward, hopper=chosen.hopper) == chosen)
 
 
-def _expected(head_dim: int, direction: str, causal: bool) -> tuple[float, str]:
-    if direction == "forward":
-        share = {64: 0.90, 128: 0.82, 256: 0.7}.get(head_dim, 0.6)
-        return share - 0.02 * causal, "two programs a multiprocessor: one's softmax beside the other's products"
-    return 0.72 - 0.04 * causal, "one program, so exponentials and products alternate; dQ leaves by bulk reduction"
-
-
+_BESIDE_EACH_OTHER = "two programs a multiprocessor: one's softmax beside the other's products"
 _FORWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
     64: (
+        (Tile(128, 64, 4, 3), 0.90, _BESIDE_EACH_OTHER),
         (Tile(128, 64, 4, 2), 0.88, "a slot less of keys; still two programs, bound by registers"),
         (Tile(128, 128, 4, 2), 0.85, "fewer barriers a key, but the scores of 128 keys take 128 registers"),
         (Tile(128, 128, 8, 3), 0.85, "two groups of warps in one program"),
         (Tile(64, 64, 4, 3), 0.75, "three or four small programs; each key tile serves half the queries"),
     ),
     128: (
+        (Tile(128, 64, 4, 2), 0.82, _BESIDE_EACH_OTHER),
         (Tile(128, 64, 4, 3), 0.60, "131 KB: one program a multiprocessor, nothing beside its softmax"),
         (Tile(128, 128, 8, 2), 0.80, "two groups of warps, one program, half the barriers"),
         (Tile(128, 64, 8, 3), 0.75, "two groups of warps, one program"),
         (Tile(64, 64, 4, 2), 0.65, "each key tile serves half the queries"),
     ),
-    256: ((Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),),
-}
-
-_BACKWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
-    64: (
-        (Tile(64, 128, 8, 2), 0.66, "half the work between barriers of the 128x128 tile"),
-        (Tile(64, 128, 8, 3), 0.66, "the same with a slot more"),
-        (Tile(64, 64, 4, 2), 0.60, "two programs a multiprocessor, twice the reduction traffic for dQ"),
-    ),
-    128: (
-        (Tile(64, 64, 4, 2), 0.55, "one program by its 139 KB, with half the warps"),
-        (Tile(64, 128, 8, 1), 0.55, "no prefetch: shows what the pipeline gives"),
+    256: (
+        (Tile(128, 64, 8, 2), 0.70, "one program a multiprocessor, two groups of warps"),
+        (Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),
     ),
 }
 
-
-# Products that are only accumulated, issued so that they run beside other work, where nothing spills in the loop.
-_BESIDE: dict[int, tuple[tuple[Tile, bool, tuple[str, ...], float, str], ...]] = {
+_ONE_PASS = "one program, so exponentials and products alternate; dQ leaves by bulk reduction"
+_BY_THREADS = "no staging of dQ, but an atomic add for every four elements"
+_TWO_PASSES = "seven products where five suffice, no atomic adds"
+# The sums that are only accumulated (dV, dK) are issued beside other work where nothing spills in the loop.
+_BACKWARD: dict[int, tuple[tuple[Tile, tuple[str, ...], float, str], ...]] = {
     64: (
-        (
-            Tile(128, 128, 8, 2),
-            False,
-            ("dV", "dK"),
-            0.75,
-            "dV's product beside dS's arithmetic, dK's beside dQ's way out",
-        ),
-        (Tile(64, 64, 4, 2), False, ("dV", "dK"), 0.77, "the same with two programs a multiprocessor"),
+        (Tile(128, 128, 8, 2), (), 0.72, _ONE_PASS),
+        (Tile(64, 128, 8, 2), (), 0.66, "half the work between barriers of the 128x128 tile"),
+        (Tile(64, 128, 8, 3), (), 0.66, "the same with a slot more"),
+        (Tile(64, 64, 4, 2), (), 0.60, "two programs a multiprocessor, twice the reduction traffic for dQ"),
+        (Tile(128, 128, 8, 2), ("adds by threads",), 0.60, _BY_THREADS),
+        (Tile(128, 128, 8, 2), ("two passes",), 0.60, _TWO_PASSES),
+        (Tile(128, 128, 8, 2), ("dV", "dK"), 0.75, "dV's product beside dS's arithmetic, dK's beside dQ's way out"),
+        (Tile(64, 64, 4, 2), ("dV", "dK"), 0.77, "the same with two programs a multiprocessor"),
     ),
     128: (
-        (Tile(64, 128, 8, 2), False, ("dK",), 0.68, "dK's product beside dQ's way out; dV's beside dS would spill"),
+        (Tile(64, 128, 8, 2), (), 0.72, _ONE_PASS),
+        (Tile(64, 64, 4, 2), (), 0.55, "one program by its 139 KB, with half the warps"),
+        (Tile(64, 128, 8, 1), (), 0.55, "no prefetch: shows what the pipeline gives"),
+        (Tile(64, 128, 8, 2), ("adds by threads",), 0.60, _BY_THREADS),
+        (Tile(64, 128, 8, 2), ("two passes",), 0.60, _TWO_PASSES),
+        (Tile(64, 128, 8, 2), ("dK",), 0.68, "dK's product beside dQ's way out; dV's beside dS would spill"),
         (
             Tile(64, 128, 8, 2),
-            True,
-            ("dV",),
+            ("two passes", "dV"),
             0.72,
             "dV's product beside dS's arithmetic; two passes have the registers",
         ),
     ),
+    256: ((Tile(64, 64, 8, 2), ("two passes",), 0.72, _TWO_PASSES),),
 }
 
 

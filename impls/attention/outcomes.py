@@ -141,6 +141,8 @@ def table(direction: str, surveys: list[Survey], marks: dict[Path, str]) -> list
                     outcomes[-1] = "–"
             chosen = {(True, True): " **picked**", (True, False): " **picked, full**"}.get((picks[0], picks[1]), "")
             chosen = " **picked, causal**" if picks == [False, True] else chosen
+            if not any(picks) and name in (next(iter(now[False])), next(iter(now[True]))):
+                chosen = " **Triton's choice**"
             expected = both((predicted[0], predicted[1])) + ": " + (whys[0] or whys[1])
             lines.append(f"| {' | '.join([f'D={dim} {name}{chosen}', *cells, expected, *outcomes])} |")
     return lines

@@ -48,7 +48,7 @@ def test_the_kernels_compile_for_hopper_to_warpgroup_products_in_registers() -> 
     done = run(["-c", COMPILE])
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 7
+    assert len(found) == 8  # Triton's backward at D=128 is two passes
     for name, registers, spills, shared, products in found:
         assert products > 0, f"{name}: no warpgroup matrix instruction"
         assert registers <= 255, name

@@ -201,19 +201,38 @@ def test_every_order_gives_every_tile_on_its_gpu(tile: str, causal: bool) -> Non
 
 def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> None:
     p = problem(2, 4, 2, 1000, 1500, 128, causal=True)
-    assert choose_config(p, (9, 0), True).describe().startswith("forward gluon, 128x128 s2; backward triton")
-    full = choose_config(replace(p, right=None), (9, 0), True)
-    assert full.describe().startswith("forward gluon, 128x128 s2 taking turns; backward triton")
+    chosen = {
+        (dim, causal): choose_config(problem(2, 4, 2, 1000, 1500, dim, causal), (9, 0), True).describe()
+        for dim in (64, 128)
+        for causal in (False, True)
+    }
+    assert chosen == {
+        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon",
+        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon",
+        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon",
+        (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon",
+    }, "the record says which kernels run"
     elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
     others: list[dict[str, Any]] = [
-        {"head_dim": 64}, {"head_dim": 96}, {"head_dim": 256}, {"softcap": 30.0}, {"left": 5}, {"right": 3},
-        {"varlen": True},
+        {"head_dim": 96}, {"head_dim": 256}, {"softcap": 30.0}, {"left": 5}, {"right": 3}, {"varlen": True},
+        {"head_dim": 64, "right": None, "varlen": True},
     ]  # fmt: skip
     for capability, describable, other in elsewhere + [((9, 0), True, replace(p, **change)) for change in others]:
         config = choose_config(other, capability, describable)
         assert config.hopper is None, f"{capability} {other}"
-        assert config.describe().startswith("forward triton"), "the record says which kernel ran"
+        assert config.describe().startswith("forward triton")
         assert not config.hopper_backward
+
+
+def test_where_triton_runs_on_hopper_it_takes_the_measured_backward() -> None:
+    packed = replace(problem(2, 4, 2, 1000, 1500, 128, causal=True), varlen=True)
+    small, full = replace(packed, head_dim=64), replace(packed, head_dim=64, right=None)
+    said = [choose_config(p, (9, 0), True).describe().split("backward ")[1] for p in (packed, small, full)]
+    assert said == [
+        "triton, descriptors, 64x128 w8 s2 in two passes, dV beside",
+        "triton, descriptors, 64x64 w4 s2 in one pass",
+        "triton, descriptors, 64x64 w4 s2 in one pass, dV beside, dK beside",
+    ]
 
 
 def test_the_chosen_kernel_can_be_launched_for_every_problem_it_is_chosen_for() -> None:
