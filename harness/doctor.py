@@ -86,6 +86,14 @@ def torch(f: Facts) -> Iterator[Finding]:
         yield Finding("torch", "ok", f"torch {has}")
 
 
+def bytecode(f: Facts) -> Iterator[Finding]:
+    """Python keeps what it compiles: a measuring process imports torch and its compiler, thousands of modules."""
+    if not f.torch_bytecode:
+        message = "torch's modules are compiled anew by every process, which takes longer than measuring does"
+        mend = "unset PYTHONDONTWRITEBYTECODE; where torch's folder is read-only: export PYTHONPYCACHEPREFIX=FOLDER"
+        yield Finding("bytecode", "warn", message, mend)
+
+
 def triton(f: Facts) -> Iterator[Finding]:
     """Triton is there, of a version that the code runs with, and the one that goes with this torch."""
     if f.system != "Linux":
@@ -263,6 +271,7 @@ def extras(f: Facts) -> Iterator[Finding]:
 CHECKS: tuple[Check, ...] = (
     python,
     torch,
+    bytecode,
     triton,
     interpreter,
     gpu,

@@ -51,6 +51,7 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     torch_wants_triton: str | None = None
     torch_error: str | None = None
+    torch_bytecode: bool = True  # compiled modules of torch are kept, or can be
     torch_cuda: str | None = None
     torch_gpus: int = 0
     nvml_reason: str | None = None
@@ -96,6 +97,7 @@ def gather(environ: Mapping[str, str] | None = None, nvml: Nvml | NoNvml | None 
         versions=versions(backend),
         torch_wants_triton=_pin("torch", "triton"),
         torch_error=error,
+        torch_bytecode=_bytecode_is_kept(),
         torch_cuda=cuda,
         torch_gpus=seen,
         nvml_reason=backend.reason if isinstance(backend, NoNvml) else None,
@@ -203,6 +205,20 @@ def _pin(distribution: str, needs: str) -> str | None:
         if match:
             return match[1]
     return None
+
+
+def _bytecode_is_kept(package: str = "torch") -> bool:
+    """Whether the package's compiled modules are there already, or will be after the first import."""
+    spec = util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return True
+    cached = Path(util.cache_from_source(spec.origin))
+    if cached.exists():
+        return True
+    if sys.dont_write_bytecode:
+        return False
+    nearest = next(folder for folder in cached.parents if folder.exists())
+    return os.access(nearest, os.W_OK)
 
 
 def _kernels_elsewhere() -> str | None:

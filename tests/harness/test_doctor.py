@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from harness.doctor import EXTRAS, Finding, diagnose, version_of
-from harness.doctor_facts import Facts, ask_torch, find_compiler, gather, gpus_on_the_bus
+from harness.doctor_facts import Facts, _bytecode_is_kept, ask_torch, find_compiler, gather, gpus_on_the_bus
 from harness.gitfacts import GitFacts
 from harness.nvml import GpuIdentity, NoNvml
 
@@ -57,6 +57,7 @@ CASES = [
     (CPU, {"versions": {}}, "torch", "fail", "not installed", "pip install"),
     (CPU, {"versions": {"torch": "2.10.1", "triton": "3.7.1"}}, "torch", "fail", "2.10.1", ">=2.11,<2.14"),
     (CPU, {"torch_error": "libcudart.so.13: cannot open"}, "torch", "fail", "libcudart", "--force-reinstall"),
+    (GPU, {"torch_bytecode": False}, "bytecode", "warn", "compiled anew", "PYTHONPYCACHEPREFIX"),
     (CPU, {"versions": {"torch": "2.13.0"}}, "triton", "fail", "not installed", "triton==3.7"),
     (CPU, {"versions": {"torch": "2.13.0", "triton": "3.9.0"}}, "triton", "fail", "3.9.0", "triton==3.7"),
     (CPU, {"versions": {"torch": "2.13.0", "triton": "3.6.0"}}, "triton", "warn", "goes with", "triton==3.7"),
@@ -202,3 +203,16 @@ def test_the_compiler_is_the_one_that_torch_compile_would_use(tmp_path):
     assert find_compiler({"PATH": str(tmp_path)}) == str(tmp_path / "g++")
     assert find_compiler({"PATH": str(tmp_path), "CXX": "mycxx"}) == str(tmp_path / "mycxx")
     assert find_compiler({"PATH": str(tmp_path / "none")}) is None
+
+
+def test_whether_modules_are_compiled_anew_each_time(tmp_path, monkeypatch):
+    (tmp_path / "made_up_package.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert not _bytecode_is_kept("made_up_package")
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    assert _bytecode_is_kept("made_up_package")
+    __import__("made_up_package")
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    assert _bytecode_is_kept("made_up_package"), "what is there is used, whether or not more may be written"
+    assert _bytecode_is_kept("no_such_package_at_all")
