@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.layer_norm_shapes import BACKWARD, FORWARD, numbers
 from kernels import (
     adamw,
     add_rms_norm,
@@ -118,25 +119,17 @@ def of_layer_norm_dropout_add(place: Place) -> Iterator[Case]:
         x, residual, grad = (place.randn(rows, width) for _ in range(3))
         weight, bias = place.randn(width), place.randn(width)
         _, mean, rstd = m.layer_norm_dropout_add_forward(x, residual, weight, bias, 0.1, SEED)
-        pairs = ((1, 1), (1, 2), (2, 2), (2, 4)) if width == 1024 else ((1, 4), (1, 8), (1, 16))
-        forward = {
-            f"{name}, {registers} registers": {"launch_shape": given(m.Launch(*tile, registers))}
-            for name, tile in rows_of(width, *pairs).items()
-            for registers in (64, 80, 96, 128)
-        }
+        shapes = [m.Launch(r, width, warps, n, chunks) for r, warps, chunks, n in numbers(FORWARD[width])]
+        forward = {str(shape): {"launch_shape": given(shape)} for shape in shapes}
         arguments: Any = (x, residual, weight, bias, 0.1, SEED)
         yield Case(
             f"forward {width}", 6 * x.numel(), lambda a=arguments: m.layer_norm_dropout_add_forward(*a), m, forward
         )
-        backward = {
-            f"{rows} rows, {warps} warps, {stages} stages": {
-                "launch_shape": given(m.Launch(rows, width, warps, 2048 // warps, 1, stages))
-            }
-            for elements in (4096, 8192, 16384)
-            for warps in (8, 16, 32)
-            for stages in (3, 4)
-            if (rows := elements // width) and 2 * (stages - 1) * elements * 2 <= 220 * 1024
-        }
+        shapes = [
+            m.Launch(r, width, warps, min(248, 2048 // (warps * programs) // 8 * 8), chunks, stages, programs)
+            for r, warps, chunks, stages, programs in numbers(BACKWARD[width])
+        ]
+        backward = {str(shape): {"launch_shape": given(shape)} for shape in shapes}
         arguments = (grad, x, weight, mean, rstd, 0.1, SEED)
         yield Case(
             f"backward {width}", 6 * x.numel(), lambda a=arguments: m.layer_norm_dropout_add_backward(*a), m, backward

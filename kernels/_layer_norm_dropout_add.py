@@ -1,8 +1,8 @@
 """The kernels of LayerNorm + dropout + residual add; what they compute and why so is in layer_norm_dropout_add.py.
 
-A tile is (ROWS, CHUNKS, SPAN): rows of BLOCK = CHUNKS * SPAN elements, each in CHUNKS pieces. Triton deals warps out
-along a piece first and then to other rows, so SPAN / 256 warps share a row (32 threads of 8 elements each) and a thread
-has some of every piece of its row: the pieces decide how many elements a thread adds before it asks others.
+A tile has three dimensions: rows, the CHUNKS pieces that a row is cut in, and a piece. Triton deals warps out along a
+piece first and then to other rows, so a piece of 256 elements a warp (32 threads of 8 each) belongs to one row, and a
+thread has some of every piece of its row: the pieces decide how many elements a thread adds before it asks others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ from kernels._rows import INTERPRETED
 from kernels.dropout_mask import keep_tile
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
+# Of the two dimensions that are not contiguous the one that gets warps first, in the layout of a tile that is loaded.
+# Tensors that are not loaded give warps to the second; the mask follows by an exchange, and nothing is moved.
+_ROWS_FIRST = tl.constexpr(tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7))
+_PIECES = tl.constexpr(1 if _ROWS_FIRST.value else 0)
+_ROWS = tl.constexpr(0 if _ROWS_FIRST.value else 1)
 
 
 @triton.jit
@@ -30,22 +35,27 @@ def _widen(x, PAIRS: tl.constexpr):
 
 @triton.jit
 def _columns(BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row's columns in its place in a tile: (1, CHUNKS, SPAN)."""
+    """A row's columns in their places in a tile."""
     SPAN: tl.constexpr = BLOCK // CHUNKS
-    return tl.arange(0, CHUNKS)[None, :, None] * SPAN + tl.arange(0, SPAN)[None, None, :]
+    piece, within = tl.arange(0, CHUNKS) * SPAN, tl.arange(0, SPAN)[None, None, :]
+    return (piece[None, :, None] if _ROWS_FIRST else piece[:, None, None]) + within
+
+
+@triton.jit
+def _rows(start, ROWS: tl.constexpr):
+    """Rows from the first on, in their places in a tile."""
+    row = start + tl.arange(0, ROWS)
+    return row[:, None, None] if _ROWS_FIRST else row[None, :, None]
 
 
 @triton.jit
 def _keep(seed, start, threshold, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, ROUNDS: tl.constexpr):
-    """The mask of a tile from its first row, made with pieces and rows exchanged.
-
-    Tensors that are not loaded have their warps dealt out to the second dimension before the first, loaded ones the
-    other way round; exchanged, both agree on who has what, and nothing goes through shared memory.
-    """
+    """The mask of a tile from its first row."""
     GROUPS: tl.constexpr = BLOCK // CHUNKS // 8
     group = tl.arange(0, CHUNKS)[:, None, None] * GROUPS + tl.arange(0, GROUPS)[None, None, :]
     row = start + tl.arange(0, ROWS)[None, :, None]
-    return tl.permute(keep_tile(seed, row, group, threshold, ROUNDS), (1, 0, 2))
+    keep = keep_tile(seed, row, group, threshold, ROUNDS)
+    return tl.permute(keep, (1, 0, 2)) if _ROWS_FIRST else keep
 
 
 @triton.jit
@@ -59,7 +69,7 @@ def _load(pointer, stride, row, rows, column, COLUMNS: tl.constexpr, EVEN: tl.co
 def _load_vector(pointer, column, COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr):
     """A vector along a row; for every row of a tile where warps have rows of their own, so that each holds its part."""
     if CHUNKS > 1:
-        column = column + tl.zeros((ROWS, 1, 1), dtype=tl.int32)
+        column = column + _rows(0, ROWS) * 0
     return tl.load(pointer + column, mask=column < COLUMNS, other=0.0)
 
 
@@ -70,8 +80,8 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sum(a):
-    """The sum of a tile along its rows, (ROWS, 1, 1): a thread's pieces first."""
-    return tl.sum(tl.sum(a, axis=1, keep_dims=True), axis=2, keep_dims=True)
+    """The sum of a tile along its rows, one a row: a thread's pieces first."""
+    return tl.sum(tl.sum(a, axis=_PIECES, keep_dims=True), axis=2, keep_dims=True)
 
 
 @triton.jit
@@ -80,7 +90,7 @@ def _two_sums(a, b):
     if _INTERPRETED:
         first, second = _sum(a), _sum(b)
     else:
-        first, second = tl.reduce((a, b), 1, _add_pairs, keep_dims=True)
+        first, second = tl.reduce((a, b), _PIECES, _add_pairs, keep_dims=True)
         first, second = tl.reduce((first, second), 2, _add_pairs, keep_dims=True)
     return first, second
 
@@ -89,7 +99,7 @@ def _two_sums(a, b):
 def _standardise(x, x_first, eps, in_row, COLUMNS: tl.constexpr, ONE_PASS: tl.constexpr):
     """Rows x float32 less their mean, over their deviation; that mean, and the reciprocal of that deviation.
 
-    x_first (ROWS, 1, 1) the rows' first elements.
+    x_first the rows' first elements, one a row.
     """
     if ONE_PASS:
         shifted = tl.where(in_row, x - x_first, 0.0)
@@ -138,7 +148,7 @@ def forward_kernel(
     column = _columns(BLOCK, CHUNKS)
     in_row = column < COLUMNS
     start = tl.program_id(0) * ROWS
-    row = start + tl.arange(0, ROWS)[:, None, None]
+    row = _rows(start, ROWS)
     x = _load(x_ptr, x_stride, row, rows, column, COLUMNS, EVEN)
     x_first = tl.load(x_ptr + row.to(tl.int64) * x_stride, mask=row < rows, other=0.0)
     residual = _load(residual_ptr, residual_stride, row, rows, column, COLUMNS, EVEN)
@@ -185,7 +195,7 @@ def _backward_tile(
     """The gradient of one tile from its first row, and both sums with the tile's share, which lack the scale."""
     column = _columns(BLOCK, CHUNKS)
     in_row = column < COLUMNS
-    row = start + tl.arange(0, ROWS)[:, None, None]
+    row = _rows(start, ROWS)
     grad = _widen(grad, PAIRS)
     if DROP:
         grad *= tl.where(_keep(seed, start, threshold, BLOCK, ROWS, CHUNKS, ROUNDS), 1.0, 0.0)
@@ -219,7 +229,7 @@ def _backward_loads(
 ):
     """What one tile reads; nothing past the last row, so that a tile can be asked for that does not exist."""
     column = _columns(BLOCK, CHUNKS)
-    row = start + tl.arange(0, ROWS)[:, None, None]
+    row = _rows(start, ROWS)
     grad = _load(grad_out_ptr, grad_out_stride, row, rows, column, COLUMNS, EVEN)
     x = _load(x_ptr, x_stride, row, rows, column, COLUMNS, EVEN)
     mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
@@ -260,8 +270,8 @@ def backward_kernel(
     in_row = column < COLUMNS
     # With the scale: what follows needs it nowhere else but in the sums, which get it at the end.
     weight = _widen(_load_vector(weight_ptr, column, COLUMNS, ROWS, CHUNKS), PAIRS) * scale
-    grad_weight = tl.zeros((ROWS, CHUNKS, BLOCK // CHUNKS), dtype=tl.float32)
-    grad_bias = tl.zeros((ROWS, CHUNKS, BLOCK // CHUNKS), dtype=tl.float32)
+    grad_weight = tl.zeros_like(column + _rows(0, ROWS)).to(tl.float32)
+    grad_bias = grad_weight
     step = tl.num_programs(0) * ROWS
     start = tl.program_id(0) * ROWS
     if _INTERPRETED:  # Triton 3.6's interpreter has no loop over bounds that are known at run time only
@@ -301,5 +311,5 @@ def backward_kernel(
                 COLUMNS, BLOCK, ROWS, CHUNKS, EVEN, PAIRS, ROUNDS,
             )  # fmt: skip
     target = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * COLUMNS) + column
-    tl.store(target, tl.sum(grad_weight, axis=0, keep_dims=True) * scale, mask=in_row)
-    tl.store(target + COLUMNS, tl.sum(grad_bias, axis=0, keep_dims=True) * scale, mask=in_row)
+    tl.store(target, tl.sum(grad_weight, axis=_ROWS, keep_dims=True) * scale, mask=in_row)
+    tl.store(target + COLUMNS, tl.sum(grad_bias, axis=_ROWS, keep_dims=True) * scale, mask=in_row)

@@ -10,17 +10,21 @@ Bytes through device memory, per element of e bytes (p > 0, mask m = 1 byte an e
     backward   plain  dropout (2e + m) + layer_norm (3e, and two reductions that read 2e again): 7e + m
                fused  read grad_out and x, write grad_x: 3e; the gradient of residual is grad_out itself
 
-Dropout. The mask is a function of (seed, row, column) and is made again in the backward instead of being stored.
-Philox-4x32-7 gives four 32-bit words a call; each is split in two, so one call serves eight neighbouring elements.
-One call an element would make the kernel arithmetic-bound at about half of the memory's speed. An element is
-dropped when its 16-bit draw lies below round(p * 65536): the rate is p to the nearest multiple of 2⁻¹⁶, exactly,
-and the scale is the reciprocal of that keep rate.
+Dropout. The mask is a function of (seed, row, column) and is made again in the backward instead of being stored
+(kernels/dropout_mask.py): Philox-4x32-7, eight neighbouring elements a call. The rate is p to the nearest multiple of
+2⁻¹⁶, exactly, and the scale is the reciprocal of that keep rate.
+
+Arithmetic binds as soon as it is not counted: at the speed of an H200's memory its schedulers issue 41 instructions for
+an element of bfloat16 each way, and half of that must suffice, since an instruction also waits. Forward and backward
+take 20 to 21 and 25 (21 where a thread has 32 elements): 3.5 and 2.6 of them are Philox's (the backward makes once what
+depends on columns alone), 2.5 the choice by the draw, one for each bfloat16 number widened, the rest the formula's.
 
 Design. Tiles of whole rows are held in registers, so a row is read once. In the forward a program takes one tile: all
 its loads are issued at the start, the mask is made while they are on their way, and the programs that are resident
 hide each other's latency. The backward is persistent, with the weight and its two sums in registers, and the next tile
 is on its way to shared memory while the present one is computed; each program writes one partial row of both sums, no
-atomics. Loads carry no cache hints: on Hopper evict-first loads are several percent slower.
+atomics, and two programs a multiprocessor wait at barriers in turn. Loads carry no cache hints: on Hopper evict-first
+loads are several percent slower.
 
 Sums along a row cost a barrier each, so both of a row are taken at once. The forward's are those of x - x₀ and
 (x - x₀)², x₀ the row's first element: variance = E[(x - x₀)²] - E[x - x₀]², which cancels no more than
@@ -28,7 +32,7 @@ Sums along a row cost a barrier each, so both of a row are taken at once. The fo
 length, which costs about a rounding of float16. float32 rows take mean and variance in two passes over registers.
 
 Sources: Ba, Kiros and Hinton, "Layer Normalization", 2016, section 3; Srivastava et al., "Dropout", 2014, section
-10; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, section 3.3 (Philox).
+10; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011, section 3.3 and table 2 (Philox, 7 rounds).
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     if backward:
         tile_rows = max(1, 4096 // block)
         programs = 2 if block <= 4096 else 1
-        chunks = 1
+        chunks = 2 if 1 < tile_rows <= 8 and itemsize == 2 else 1
         stages = 3 if programs * 2 * 2 * tile_rows * block * itemsize <= _SHARED_BYTES else 1
         return Launch(tile_rows, block, 16 // programs, 128, chunks, stages, programs)
     tile_rows = max(1, 1024 // block)

@@ -17,7 +17,7 @@ def flat(result: object) -> list[torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero):RuntimeWarning")  # the interpreter's
-@pytest.mark.parametrize("family", ["add_rms_norm", "softmax", "swiglu"])
+@pytest.mark.parametrize("family", ["add_rms_norm", "layer_norm_dropout_add", "softmax", "swiglu"])
 def test_a_candidate_changes_no_result(family):
     torch.manual_seed(0)
     for case in FAMILIES[family](HERE):

@@ -168,6 +168,19 @@ def test_keep_rate_is_p_within_five_deviations_over_rows_columns_and_neighbours(
     for step in (1, 2, 4, 8):  # within a Philox call and across calls
         together = (centred[:, step:] * centred[:, :-step]).mean() / deviation**2
         assert abs(together) < 5 / (256 * (512 - step)) ** 0.5
+        together = (centred[step:] * centred[:-step]).mean() / deviation**2  # rows: the counter's other word
+        assert abs(together) < 5 / (512 * (256 - step)) ** 0.5
+
+
+def test_the_draws_of_two_seeds_and_of_a_call_s_eight_places_are_independent(draw):
+    device, p = draw(1).device, 0.25
+    masks = [dropout_mask(128, 512, p, seed, device).double() - (1 - p) for seed in (SEED, SEED + 1, SEED + 2**32)]
+    variance = p * (1 - p)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert abs((masks[one] * masks[other]).mean() / variance) < 5 / masks[0].numel() ** 0.5
+    places = masks[0].view(-1, 8)
+    together = places.T @ places / len(places) / variance
+    assert (together - torch.eye(8, device=device).double()).abs().max() < 5 * 1.2 / len(places) ** 0.5
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, from the interpreter
@@ -226,6 +239,7 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
             arguments |= {"seed": "i64", "threshold": "i32", "scale": "fp32", "DROP": True, "COLUMNS": columns}
             arguments |= {"BLOCK": launch.block, "ROWS": launch.tile_rows, "CHUNKS": launch.chunks}
             arguments |= {"PAIRS": in_pairs(launch)}
+            assert launch.tile_rows == 1 or not backward or launch.chunks > 1 or itemsize == 4  # a warp has one row
             arguments |= {"EVEN": True, "ONE_PASS": itemsize == 2, "ROUNDS": ROUNDS, "STAGES": launch.stages}
             kernel = f"kernels._layer_norm_dropout_add:{'backward' if backward else 'forward'}_kernel"
             job = {"kernel": kernel, "arguments": arguments, "warps": launch.warps, "ptx": True}
