@@ -1,0 +1,31 @@
+"""What a check of a serve run scores: everything that fits, and a drawn part of what would take too long."""
+
+from __future__ import annotations
+
+from impls.serving.case import drawn
+from impls.serving.request import Request, Sampling
+
+
+def requests(count: int, prompt: int, answer: int) -> list[Request]:
+    return [Request(f"r{i}", [1] * prompt, Sampling(max_tokens=answer)) for i in range(count)]
+
+
+def test_all_are_scored_where_they_fit() -> None:
+    every = requests(5, 6, 4)
+    assert {r.id for r in drawn(every, 0, most=50)} == {r.id for r in every}
+
+
+def test_a_part_is_drawn_where_they_do_not_and_another_part_by_another_seed() -> None:
+    every = requests(100, 6, 4)
+    first, again, other = (drawn(every, seed, most=205) for seed in (1, 1, 2))
+    assert len(first) == 20
+    assert [r.id for r in first] == [r.id for r in again]
+    assert {r.id for r in first} != {r.id for r in other}
+    assert len({r.id for r in first}) == 20
+
+
+def test_one_that_is_too_long_alone_is_scored_all_the_same() -> None:
+    assert len(drawn(requests(3, 600, 4), 0, most=100)) == 1
+    mixed = [*requests(1, 600, 4), *(Request(f"s{i}", [1], Sampling(max_tokens=4)) for i in range(9))]
+    chosen = {r.id for r in drawn(mixed, 3, most=45)}
+    assert chosen == {f"s{i}" for i in range(9)} or "r0" in chosen
