@@ -132,7 +132,8 @@ def drawn(requests: Sequence[Request], seed: int, most: int = SCORED_TOKENS) -> 
     """Requests in random order, of up to ``most`` tokens together, and one at least."""
     order = list(requests)
     random.Random(seed).shuffle(order)
-    chosen, tokens = [], 0
+    chosen: list[Request] = []
+    tokens = 0
     for request in order:
         size = len(request.prompt) + request.sampling.max_tokens
         if not chosen or tokens + size <= most:
