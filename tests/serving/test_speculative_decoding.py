@@ -47,8 +47,8 @@ def answers(model, prompts):
     return [plain_tokens(model, Request("a", row, Sampling(max_tokens=NEW))) for row in prompts.tolist()]
 
 
-def loop_of(model, prompts, answers, drafter, drafted, kind=DraftedLoop):
-    loop = kind(model, *prompts.shape, NEW, drafted, Greedy())
+def loop_of(model, prompts, answers, drafter, drafted, kind=DraftedLoop, new=NEW):
+    loop = kind(model, *prompts.shape, new, drafted, Greedy())
     if drafter == "lookup":
         loop.drafter = PromptLookup(drafted)
     elif drafter == "skip":
@@ -136,6 +136,13 @@ def test_a_decoder_that_leaves_the_rotation_decodes_the_same(model, prompts, ans
     loop = loop_of(with_parts(model, Parts(rotate=keep_unrotated)), prompts, answers, "skip", 3)
     loop.run()
     assert loop.answer().tolist() == answers
+
+
+@pytest.mark.slow
+def test_the_fused_decoder_of_a_gpu_decodes_the_same(model, prompts, answers):
+    loop = loop_of(fast_decoder(model), prompts[:1], answers[:1], "skip", 3, new=4)
+    loop.run()
+    assert loop.answer().tolist() == [answers[0][:4]]
 
 
 def test_drafts_keep_their_memory_from_step_to_step(model, prompts, answers):

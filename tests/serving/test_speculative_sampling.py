@@ -22,7 +22,7 @@ FEW = 5
 SMALLEST = ModelConfig(
     vocab_size=FEW, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8
 )
-ROWS, TOKENS, TEMPERATURE = 8_000, 3, 0.8
+ROWS, TOKENS, TEMPERATURE = 6_000, 3, 0.8
 PROMPT = [1, 3, 2, 1, 3]
 
 
