@@ -117,7 +117,7 @@ def _widen(words, PLACE: tl.constexpr, like, BITS: tl.constexpr, BIT_TRICKS: tl.
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "blocks", "share"])
 def weight_only_kernel(
     x_ptr, weight_ptr, scales_ptr, out_ptr, tokens, rows, columns, x_stride, blocks, share,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_A_GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,

@@ -2,9 +2,9 @@
 
     out[m, n] = Σ_k x[m, k] · w[n, k]          w[n, k] = scale[k // G, n] · q[n, k]
 
-q are whole numbers, rounded to nearest on a symmetric grid: int8 with one scale an output channel, int4 with one scale
-for a group of G = 128 inputs, as GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024, section 3) and Marlin (Frantar et
-al., 2024) store them. Their ways of choosing q change its values and not what the kernel does.
+q are whole numbers, rounded to nearest: int8 with one scale an output channel, int4 with one scale for a group of
+G = 128 inputs, the form without offsets of GPTQ (Frantar et al., 2023), AWQ (Lin et al., 2024, section 3) and Marlin
+(Frantar et al., 2024). Their better ways of choosing q change its values and not what the kernel does.
 
 Bytes for M tokens, K inputs, N outputs, two bytes a token's number and a scale:
 
@@ -20,7 +20,9 @@ What is compared. The baseline multiplies the same numbers, dequantized to bfloa
 user without quantization waits for. ``dequantize`` and ``torch_compile`` widen the stored weights on each call.
 The oracle is the float64 product of the exact scale · q, so every variant is held to rounding. What quantization itself
 costs is no tolerance here: the norm of the output's difference from that of the weights before quantization, relative,
-is in the record of ``optimized`` as ``quantization_error``, beside the bytes that both forms of the weights take.
+is in the record of ``optimized`` as ``quantization_error``, beside the bytes that both forms of the weights take. The
+cost to a model's perplexity is bounded in tests/precision/test_real_weights.py: next to none in int8; in int4, chosen
+by rounding alone as here, so much that a calibrated q is needed.
 
 Inputs are resident before a call, so peak memory shows scratch alone; the saved capacity is those two byte counts.
 """
@@ -51,19 +53,28 @@ def group_of(workload: Workload) -> int | None:
 
 
 def quantize(weight_NK: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
-    """q (N, K) int8 and scales (groups, N) in the weight's dtype: each number to the nearest of a symmetric grid.
+    """q (N, K) int8 and scales (groups, N) in the weight's dtype: each number to the nearest of a grid through zero.
 
-    The largest magnitude of a group is the grid's end, 127 or 7. A group of zeros has scale 0 and zeros. Its numbers
-    are those of the scale as it is stored.
+    A group's largest magnitude takes one end of the grid, -8 or 7 (-128 or 127), whichever leaves the smaller sum of
+    squares, so a scale may be negative. Numbers beyond the other end go there. A group of zeros has scale 0 and zeros.
     """
     outputs, inputs = weight_NK.shape
     size = group or max(1, inputs)
-    ends = 2 ** (bits - 1) - 1
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     padded = torch.nn.functional.pad(weight_NK.float(), (0, -inputs % size)).view(outputs, -1, size)
-    scales = (padded.abs().amax(2) / ends).to(weight_NK.dtype)
-    step = torch.where(scales > 0, scales, 1).float()[:, :, None]
-    q = (padded / step).round().clamp(-ends, ends).to(torch.int8)
-    return q.view(outputs, -1)[:, :inputs].contiguous(), scales.T.contiguous()
+    largest = padded.gather(2, padded.abs().argmax(2, keepdim=True))
+
+    def with_end(end: int) -> tuple[Tensor, Tensor, Tensor]:
+        scales = (largest / end).to(weight_NK.dtype)
+        step = torch.where(scales == 0, 1, scales).float()
+        q = (padded / step).round().clamp(low, high)
+        return q.to(torch.int8), scales, ((q * step - padded) / step).square().sum(2, keepdim=True) * end**-2
+
+    q, scales, error = with_end(high)
+    other_q, other_scales, other_error = with_end(low)
+    better = other_error < error
+    q, scales = torch.where(better, other_q, q), torch.where(better, other_scales, scales)
+    return q.view(outputs, -1)[:, :inputs].contiguous(), scales.squeeze(2).T.contiguous()
 
 
 def widen(q_NK: Tensor, scales_GN: Tensor, group: int | None) -> Tensor:
