@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 
 import kernels.weight_only_matmul as module
+from benchmarks import launch_shapes
 from kernels.weight_only_matmul import Launch, launch_shape, pack, unpack, weight_only_matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,3 +235,17 @@ def test_on_hopper_weights_are_widened_in_registers_and_nothing_spills(compile_f
         assert "lop3.b32" in report["ptx"]
         assert not re.search(r"cvt\.rn\.\w+\.s(8|16|32)", report["ptx"]), "a conversion instruction a weight"
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*0x10", report["ptx"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
+def test_candidates_of_the_launch_shapes_change_no_result():
+    torch.manual_seed(0)
+    for case in launch_shapes.FAMILIES["weight_only_matmul"](launch_shapes.Place(DEVICE, few=2)):
+        assert case.nbytes > 0
+        assert all(given["launch_shape"]().tokens >= 16 for given in case.candidates.values())
+        if case.label.endswith("4096 to 14336, 1 tokens by 16"):
+            want = case.call().float()
+            for name in (min(case.candidates), max(case.candidates)):
+                got = launch_shapes.run(case, case.candidates[name]).float()
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
