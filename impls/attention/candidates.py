@@ -51,10 +51,12 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
 
 
 def _triton_forward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
-    return [
-        Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile), share - 0.02 * causal, why)
-        for tile, share, why in _FORWARD[head_dim]
-    ]
+    found = []
+    for tile, ways, share, why in _FORWARD[head_dim]:
+        config = replace(base, forward=tile, ahead="ahead" in ways, lazy="lazy" in ways)
+        name = " ".join(["triton", str(tile), *ways])
+        found.append(Candidate(name, "forward", head_dim, config, share - 0.02 * causal, why))
+    return found
 
 
 def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
@@ -84,24 +86,33 @@ def is_picked(candidate: Candidate, causal: bool) -> bool:
 
 
 _BESIDE_EACH_OTHER = "two programs a multiprocessor: one's softmax beside the other's products"
-_FORWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
+_FORWARD: dict[int, tuple[tuple[Tile, tuple[str, ...], float, str], ...]] = {
     64: (
-        (Tile(128, 64, 4, 3), 0.90, _BESIDE_EACH_OTHER),
-        (Tile(128, 64, 4, 2), 0.88, "a slot less of keys; still two programs, bound by registers"),
-        (Tile(128, 128, 4, 2), 0.85, "fewer barriers a key, but the scores of 128 keys take 128 registers"),
-        (Tile(128, 128, 8, 3), 0.85, "two groups of warps in one program"),
-        (Tile(64, 64, 4, 3), 0.75, "three or four small programs; each key tile serves half the queries"),
+        (Tile(128, 64, 4, 3), (), 0.90, _BESIDE_EACH_OTHER),
+        (Tile(128, 64, 4, 2), (), 0.88, "a slot less of keys; still two programs, bound by registers"),
+        (Tile(128, 128, 4, 2), (), 0.85, "fewer barriers a key, but the scores of 128 keys take 128 registers"),
+        (Tile(128, 128, 8, 3), (), 0.85, "two groups of warps in one program"),
+        (Tile(64, 64, 4, 3), (), 0.75, "three or four small programs; each key tile serves half the queries"),
+        (Tile(64, 64, 4, 3), ("ahead",), 0.96, "each tile's last product beside the next one's softmax"),
+        (Tile(64, 64, 4, 2), ("ahead",), 0.97, "the same with four programs a multiprocessor instead of three"),
+        (Tile(64, 64, 4, 2), ("ahead", "lazy"), 0.97, "the same, old sums seldom rescaled; one barrier more a tile"),
+        (Tile(128, 64, 8, 2), ("ahead",), 0.95, "two groups of warps share the keys; two programs"),
+        (Tile(128, 128, 8, 2), ("ahead",), 0.95, "half the barriers; two programs if 128 registers suffice"),
     ),
     128: (
-        (Tile(128, 64, 4, 2), 0.82, _BESIDE_EACH_OTHER),
-        (Tile(128, 64, 4, 3), 0.60, "131 KB: one program a multiprocessor, nothing beside its softmax"),
-        (Tile(128, 128, 8, 2), 0.80, "two groups of warps, one program, half the barriers"),
-        (Tile(128, 64, 8, 3), 0.75, "two groups of warps, one program"),
-        (Tile(64, 64, 4, 2), 0.65, "each key tile serves half the queries"),
+        (Tile(128, 64, 4, 2), (), 0.82, _BESIDE_EACH_OTHER),
+        (Tile(128, 64, 4, 3), (), 0.60, "131 KB: one program a multiprocessor, nothing beside its softmax"),
+        (Tile(128, 128, 8, 2), (), 0.80, "two groups of warps, one program, half the barriers"),
+        (Tile(128, 64, 8, 3), (), 0.75, "two groups of warps, one program"),
+        (Tile(64, 64, 4, 2), (), 0.65, "each key tile serves half the queries"),
+        (Tile(128, 64, 8, 2), ("ahead",), 0.88, "a tile's last product beside the next one's softmax; two programs"),
+        (Tile(128, 128, 8, 2), ("ahead",), 0.86, "the same, half the barriers; one program"),
+        (Tile(128, 128, 8, 2), ("ahead", "lazy"), 0.86, "the same, old sums seldom rescaled; one barrier more a tile"),
+        (Tile(64, 64, 4, 2), ("ahead",), 0.80, "the same with two small programs; a key tile serves half the queries"),
     ),
     256: (
-        (Tile(128, 64, 8, 2), 0.70, "one program a multiprocessor, two groups of warps"),
-        (Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),
+        (Tile(128, 64, 8, 2), (), 0.70, "one program a multiprocessor, two groups of warps"),
+        (Tile(64, 64, 4, 2), (), 0.65, "one program a multiprocessor with four warps"),
     ),
 }
 
