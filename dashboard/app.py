@@ -16,7 +16,7 @@ from PIL import Image
 
 sys.path[:0] = [] if str(Path(__file__).parents[1]) in sys.path else [str(Path(__file__).parents[1])]
 
-from dashboard import address, parts  # noqa: E402
+from dashboard import address, parts, queries  # noqa: E402
 from dashboard.source import Source, open_source  # noqa: E402
 from dashboard.text import esc  # noqa: E402
 from dashboard.theme import BLUE, ORANGE, SKY  # noqa: E402
@@ -106,7 +106,7 @@ def draw(view: parts.View, module: ModuleType) -> None:
     if not source.state:
         return
     parts.damage(view)
-    if not source.once("any", lambda h: h.rows("SELECT 1 FROM latest LIMIT 1")):
+    if not source.once("any", queries.any_measurement):
         parts.empty_store(view)
         if view.name != "runs":
             return

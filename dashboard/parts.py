@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import address, glossary
+from dashboard.ahead import ahead
 from dashboard.source import Judged, Source
 from dashboard.text import cut, to_csv
 from dashboard.theme import CONFIG
@@ -59,6 +60,8 @@ def head(view: View) -> None:
     title, line = TITLES[view.name]
     st.title(title, anchor=False)
     st.caption(line)
+    with st.sidebar:
+        ahead(view.name)
     with st.container(horizontal=True):
         with st.popover("How to read this", icon=":material/help:"):
             st.markdown(glossary.READING[view.name])

@@ -43,6 +43,11 @@ def age_s(time: str | None) -> float | None:
         return None
 
 
+def any_measurement(history: History) -> bool:
+    """Whether there is anything to show."""
+    return bool(history.rows("SELECT 1 FROM latest LIMIT 1"))
+
+
 def coverage(history: History) -> list[Row]:
     """:func:`harness.history.query.overview` and, for techniques that are declared but were never run on a GPU type
     that ran, cells with ``status`` ``not run``."""

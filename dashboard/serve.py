@@ -79,6 +79,7 @@ def _warm(store: str | None, branch: str) -> None:
         importlib.import_module(f"dashboard.views.{name}")
     if source.history is None or not source.state:
         return
+    source.once("any", queries.any_measurement)
     source.once("coverage", queries.coverage)
     source.once("last runs", queries.last_runs)
     source.judge()

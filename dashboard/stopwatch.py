@@ -64,6 +64,8 @@ DRAWN: Final = """quiet => {
         && document.querySelector('[data-testid="stMain"] h1')
         && all("stSkeleton").length == 0
         && all("stPlotlyChart").every(chart => chart.querySelector(".main-svg"))
+        && all("stBidiComponentIsolated").every(one => !one.shadowRoot?.querySelector(".frame")
+            || one.shadowRoot.querySelector("td, p"))
         && all("stDataFrame").every(table => table.querySelector("canvas"))
         && watched.last > watched.from && performance.now() - watched.last > quiet;
 }"""

@@ -54,7 +54,8 @@ def render(view: parts.View) -> None:
             st.caption("One load so far: a curve needs several. Workloads with other rates make one.")
     else:
         parts.nothing("No point.", "No newest serve record here passed with both figures.", "Reasons stand below.")
-    records = queries.records_of(view.history, [row["id"] for row in passed[: MOST * 3]])
+    ids = [row["id"] for row in passed[: MOST * 3]]
+    records = view.source.recent(f"records {' '.join(ids)}", lambda history: queries.records_of(history, ids))
     kept = [record for record in records if record.get("serve")][:MOST]
     _distributions(kept)
     _goodput(kept)

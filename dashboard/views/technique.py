@@ -31,7 +31,7 @@ def render(view: parts.View) -> None:
         gpu = address.choose("GPU type", "gpu", facets["gpu"])
     if technique is None:
         return
-    rows = query.latest(view.history, technique=technique)
+    rows = view.source.recent(f"latest {technique}", lambda history: query.latest(history, technique=technique))
     there = sorted({row["gpu"] for row in rows})
     if gpu is None and there:
         gpu = max(there, key=lambda name: max(str(r["time"]) for r in rows if r["gpu"] == name))
