@@ -24,9 +24,10 @@ hold against its ``speedup``: ``theory_speedup`` with v = 1, and ``predicted_spe
 has a draft runs one position; ``drafted_share`` of the rows' steps had one, ``checked_share`` of the passes ran k + 1.
 A batch lasts as long as its slowest row, which neither prediction knows (``idle_row_steps``).
 
-Where it does not pay: text that does not repeat, models that no draft fits (of random weights lookups accept something
-only where the model goes in circles), batches that arithmetic binds. What ``set_acceptance`` shows on random weights is
-what a drafter of that quality and no cost would bring there; no drafter of ours reaches it.
+Where it does not pay: text that does not repeat, models that no draft fits, batches that arithmetic binds. Small models
+and random ones go in circles when they decode greedily, which lookups profit from: an acceptance rate holds for its own
+model and text. ``set_acceptance`` shows on random weights what a drafter of that quality and no cost would bring to a
+model of that size; it is nobody's result.
 
 The prompt's pass is not timed. Both sides are one loop, one model and one cache; on a GPU all steps are CUDA graphs.
 """
@@ -204,7 +205,7 @@ PAIR = Pair(
     claim=Claim(
         latency="lower",
         throughput="higher",
-        cost="k positions more a pass; a loss where drafts are rejected (text that does not repeat, random weights) "
+        cost="k positions more a pass; a loss where drafts are rejected (text that does not repeat) "
         "and where arithmetic binds (large batches)",
     ),
     inputs=inputs,

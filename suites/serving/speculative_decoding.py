@@ -1,7 +1,8 @@
 """Workloads of speculative_decoding: rows, prompts and answers, how many tokens are drafted, and what text it is.
 
-Where lookups pay (``repeat``) and where they hardly do (``continue``), with real weights; random weights of a large
-model, on which drafts are right at a rate that is set. Batches from one row to where arithmetic binds.
+With real weights, a text that is repeated, and texts that are continued: rows of four texts, since how often drafts are
+right differs widely from one to the next. Random weights of a large model, on which drafts are right at a rate that is
+set: batches from one row to where arithmetic binds.
 """
 
 from suites.pair_suite import PairSuite
@@ -39,7 +40,8 @@ LARGE = {
 WORKLOADS = [
     {**TINY, "name": "tiny", "tier": "smoke", "acceptance": 0.7},
     {**REAL, "name": "real_repeat", "tier": "quick", "task": "repeat"},
-    {**REAL, "name": "real_continue", "tier": "quick"},
+    {**REAL, "name": "real_repeat_batch4", "tier": "quick", "task": "repeat", "rows": 4},
+    {**REAL, "name": "real_continue_batch4", "tier": "quick", "rows": 4},
     {**LARGE, "name": "8b_batch1", "tier": "full", "rows": 1},
     {**LARGE, "name": "8b_batch8", "tier": "full", "rows": 8},
     {**LARGE, "name": "8b_batch64", "tier": "full", "rows": 64},
