@@ -171,6 +171,20 @@ def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
             (replace(tile, order="counter", q_slots=2), 1.01, "the same; queries come a tile ahead"),
             (replace(tile, order="counter", q_slots=2, ping_pong=True), 1.01, "the same, the groups taking turns"),
         ]
+    if head_dim == 64:
+        tile = replace(tile, order="counter" if causal else "fixed", q_slots=2, ping_pong=not causal)
+        tiles += [
+            (
+                replace(tile, exp2_every=8),
+                0.97,
+                "one exponential in 8 on the multiply-adds, which have issue slots left",
+            ),
+            (
+                replace(tile, exp2_every=4),
+                0.98,
+                "one in 4: a quarter off the unit that binds, a third more issue slots",
+            ),
+        ]
     return [
         Candidate(f"hopper {tile}", "forward", head_dim, replace(base, hopper=tile), predicted, why, group="hopper")
         for tile, predicted, why in tiles
