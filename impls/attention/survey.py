@@ -186,6 +186,11 @@ def timed(rows: list[tuple[Row, Candidate | None]], rounds: int, device: torch.d
         row.tflops = flops / (statistics.median(row.samples_ms) * 1e-3) / 1e12
 
 
+def asked_for(candidate: Candidate, parts: list[str]) -> bool:
+    """Whether a candidate has one of `parts` in its name; without parts everything is asked for."""
+    return not parts or any(part in candidate.name for part in parts)
+
+
 def survey_group(group: str, args: argparse.Namespace, keep: Callable[[Row], None]) -> None:
     """Check each candidate of a group, then time the right ones beside the peers; `keep` gets each row once done."""
     cuda = torch.cuda.is_available() and not args.tiny
@@ -193,8 +198,8 @@ def survey_group(group: str, args: argparse.Namespace, keep: Callable[[Row], Non
     capability = torch.cuda.get_device_capability() if cuda else None
     ends = time.monotonic() + args.limit
     for direction, dim, causal in ((d, n, c) for n in args.dims for d in args.directions for c in (False, True)):
-        chosen = [c for c in candidates(dim, causal, direction, capability) if c.group == group]
-        chosen = [c for c in chosen if not args.only or any(part in c.name for part in args.only)]
+        every = candidates(dim, causal, direction, capability)
+        chosen = [c for c in every if c.group == group and asked_for(c, args.only)]
         right: list[tuple[Row, Candidate]] = []
         for candidate in chosen:
             row = Row(
@@ -259,6 +264,8 @@ def compile_rows(args: argparse.Namespace) -> list[Row]:
         for direction in args.directions:
             for causal in (False, True):
                 for candidate in candidates(dim, causal, direction, (9, 0)):
+                    if not asked_for(candidate, args.only):
+                        continue
                     row = Row(
                         candidate.group, candidate.name, direction, dim, causal, 0,
                         predicted=candidate.predicted, why=candidate.why,

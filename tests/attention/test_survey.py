@@ -137,6 +137,16 @@ def test_only_the_candidates_asked_for_are_looked_at(monkeypatch: pytest.MonkeyP
     assert all("described" in row.name for row in rows)
 
 
+def test_only_the_candidates_asked_for_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "compiled", lambda *_: None)
+    namespace = survey.argparse.Namespace(dims=[64], directions=["forward"], only=["ahead"])
+    names = [row.name for row in survey.compile_rows(namespace)]
+    assert names
+    assert all("ahead" in name for name in names)
+    namespace.only = []
+    assert len(survey.compile_rows(namespace)) > len(names)
+
+
 def test_a_check_on_a_gpu_gives_every_persistent_program_more_than_one_tile() -> None:
     batch, heads, queries, keys = survey.CHECKED["cuda"]
     assert batch * heads * -(-queries // 128) > 2 * 132
