@@ -96,6 +96,30 @@ def outcome(survey: Survey, row: dict[str, Any], mark: str) -> str:
     return f"{row['tflops']:.0f}{''.join(shares)} [{mark}]"
 
 
+def newest_peers(surveys: Iterable[Survey]) -> dict[Key, tuple[Survey, dict[str, Any]]]:
+    """The newest row of each of torch's kernels on the tables' length."""
+    return {
+        (row["direction"], row["head_dim"], row["causal"], row["name"]): (survey, row)
+        for survey in surveys
+        for row in survey.rows
+        if row["group"] == "torch" and row["seq"] == SEQ and row["tflops"]
+    }
+
+
+def peers_table(surveys: list[Survey], marks: dict[Path, str]) -> list[str]:
+    """What torch's kernels reached, as Markdown."""
+    found = newest_peers(surveys)
+    lines = ["| TFLOP/s | FA2 full | FA2 causal | cuDNN full | cuDNN causal |", "| --- | --- | --- | --- | --- |"]
+    for direction, dim in ((d, n) for d in ("forward", "backward") for n in DIMS):
+        cells = [UNKNOWN] * 4
+        for i, (name, causal) in enumerate((n, c) for n in ("sdpa_flash", "sdpa_cudnn") for c in (False, True)):
+            if (direction, dim, causal, name) in found:
+                survey, row = found[(direction, dim, causal, name)]
+                cells[i] = f"{row['tflops']:.0f} [{marks[survey.path]}]"
+        lines.append(f"| {' | '.join([f'{direction}, D={dim}', *cells])} |")
+    return lines
+
+
 def source(survey: Survey, mark: str) -> str:
     """A line that says when and on what a survey was made, and how far its samples lie apart."""
     timed = [row["samples_ms"] for row in survey.rows if row["samples_ms"]]
@@ -150,11 +174,13 @@ def table(direction: str, surveys: list[Survey], marks: dict[Path, str]) -> list
 
 def fill(text: str, surveys: list[Survey]) -> str:
     """The page with every part between `<!-- surveys: PART -->` and `<!-- end -->` made again from the surveys."""
-    used = [s for s in surveys if any(s is survey for c in (True, False) for survey, _ in newest(surveys, c).values())]
+    figures = [newest(surveys, True), newest(surveys, False), newest_peers(surveys)]
+    used = [s for s in surveys if any(s is survey for found in figures for survey, _ in found.values())]
     marks = {survey.path: chr(ord("a") + i) for i, survey in enumerate(used)}
     parts = {
         "forward": table("forward", surveys, marks),
         "backward": table("backward", surveys, marks),
+        "peers": peers_table(surveys, marks),
         "balance": schedule.table(),
         "sources": [source(survey, marks[survey.path]) for survey in used],
     }

@@ -53,7 +53,7 @@ def test_a_figure_stands_beside_its_prediction_and_the_peers_of_its_own_run(tmp_
     later = [row(NAME, 150.0), peer("sdpa_cudnn", 600.0)]
     outcomes.keep(write(tmp_path / "b", "2026-02-02T03:04:05Z", later), tmp_path)
     line = line_of(outcomes.fill(text, outcomes.kept(tmp_path)), NAME)
-    assert line.endswith("| 150, 0.25 of cuDNN [a] |"), "the newest counts, with the peers of its own run only"
+    assert line.endswith("| 150, 0.25 of cuDNN [b] |"), "the newest counts, with the peers of its own run only"
 
 
 def test_what_was_not_timed_or_wrong_or_not_reached_is_told_apart(tmp_path: Path) -> None:
@@ -79,6 +79,16 @@ def test_the_compilers_figures_come_from_a_survey_that_compiled(tmp_path: Path) 
     assert line.endswith("| not yet measured | not yet measured |"), "compiling is no measurement"
 
 
+def test_the_peers_rates_are_the_newest_of_the_tables_length(tmp_path: Path) -> None:
+    early = [peer("sdpa_cudnn", 200.0), peer("sdpa_flash", 80.0), peer("sdpa_cudnn", 999.0, seq=2048)]
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", early), tmp_path)
+    outcomes.keep(write(tmp_path / "b", "2026-02-02T03:04:05Z", [peer("sdpa_cudnn", 300.0)]), tmp_path)
+    text = outcomes.fill("<!-- surveys: peers -->\n<!-- end -->\n" + PAGE, outcomes.kept(tmp_path))
+    assert "| forward, D=128 | not yet measured | 80 [a] | not yet measured | 300 [b] |" in text
+    assert "| backward, D=64 | not yet measured | not yet measured | not yet measured | not yet measured |" in text
+    assert "- [b] 2026-02-02T03:04:05Z" in text
+
+
 def test_nothing_is_overwritten_and_a_survey_without_its_origin_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a", "2026-01-02T03:04:05Z", [row(NAME, 1.0)])
     assert outcomes.keep(path, tmp_path) == tmp_path / "some-gpu" / "20260102T030405Z.json"
@@ -94,5 +104,5 @@ def test_nothing_is_overwritten_and_a_survey_without_its_origin_is_refused(tmp_p
 def test_the_page_is_what_the_kept_surveys_make_of_it() -> None:
     page = Path(__file__).parents[2] / "docs" / "attention.md"
     text = page.read_text(encoding="utf-8")
-    assert text.count("<!-- surveys: ") == 4
+    assert text.count("<!-- surveys: ") == 5
     assert outcomes.fill(text, outcomes.kept()) == text, "run python3 -m impls.attention.outcomes --write"
