@@ -10,9 +10,12 @@ import torch
 
 from kernels.flash_attention_plan import Config, Tile, forward_launch
 from kernels.flash_attention_problem import Problem
-from tests.kernels.test_flash_attention import DESCRIBED, DEVICE, DTYPES, Draw, assert_right, random_draw
+from tests.kernels.test_flash_attention import CUDA, DEVICE, DTYPES, Draw, assert_right, random_draw
 
-SMALL = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+# On a GPU a tile in which a group of warps has 64 rows, as the warpgroup products want them.
+TILE = Tile(128, 64, 8, 2) if CUDA else Tile(32, 16, 4, 1)
+SMALL = Config(TILE, *([Tile(64, 64, 4, 2)] * 2 if CUDA else [Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)]))
+DESCRIBED = replace(SMALL, descriptors=True)
 WAYS = [{"ahead": True}, {"lazy": True}, {"ahead": True, "lazy": True}]
 
 
@@ -84,7 +87,7 @@ def test_values_that_a_window_hides_do_not_reach_the_first_tile() -> None:
 def test_a_record_and_the_launch_say_the_order(ways: dict[str, bool]) -> None:
     config = replace(SMALL, **ways)
     said = config.describe().split(";")[0]
-    assert said == "forward triton, pointers, 32x16 w4 s1" + "".join(f" {way}" for way in ways)
+    assert said == f"forward triton, pointers, {TILE}" + "".join(f" {way}" for way in ways)
     p = Problem(1, 1, 1, 8, 8, 16, None, None, 0.25, 0.0, varlen=False)
     q, lse = torch.empty(1, 8, 1, 16), torch.empty(1, 1, 8)
     args = forward_launch(p, config, q, q, q, q, lse, None, None).args
