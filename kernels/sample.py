@@ -3,139 +3,255 @@
     keep the k largest logits; of these the fewest most likely that reach p together; draw from what is left at 1/T
 
 Both limits are a threshold on the logit, and a threshold needs no order, only sums: "how much lies at or above t" is
-one pass over the row. Floats compared as integers of the same order give 32 bits to find; each pass tries seven
-pivots and so settles three of them, eleven passes at most (the idea of pivot search is FlashInfer's, "Sorting-Free GPU
-Kernels for LLM Sampling", 2025; here every bit is settled, so that the nucleus is exact). A row is 0.25 to 0.5 MB: it
-is read from device memory once and then from the L2. A full sort of the same row moves it a dozen times with indices.
+one pass over the row (pivot search: FlashInfer, "Sorting-Free GPU Kernels for LLM Sampling", 2025). Floats compared as
+integers of the same order make every threshold exact. The draw is an exponential race (the Gumbel-max trick): over the
+tokens left, the smallest E_i / p_i, with E_i a hash of the row's key and the token id.
 
-The draw is an exponential race (the Gumbel-max trick): over the tokens left, the smallest E_i / p_i. E_i comes from a
-hash of the row's key and the token id, so that a row's draw depends on its key and its logits alone, not on the batch
-and not on the device. Ties with the threshold stay in.
+Plain: a full sort, with token ids, of every row. Here a row is cut into chunks, one program each, in four launches:
 
-One program a row: the rows of a decode batch are fewer than the multiprocessors, and the arithmetic of a pass (a
-comparison and a sum for each pivot) is what takes the time.
+    extremes    the largest logit of a chunk and its token; one program more a row puts 256 of its logits in order
+    sums        for 16 pivots at ranks of those, dense at the top: tokens (top-k), mass (top-p) at or above each
+    threshold   two pivots enclose the threshold: the chunk's logits between them go to a list. The last program of a
+                row to finish searches the list, eight pivots a step: at most 6 steps in 16-bit logits, 11 in float32
+    draw        the race in the chunk; the last program of a row compares the chunks' best, the first of equals wins
+
+The tokens between neighbouring pivots are about 1 in 250 of the row at the top, 1 in 11 lower down. They may be any
+number: what the list (a quarter of a row) cannot hold is searched in the row itself, slowly. In the two launches in the
+middle, rows without limits return at once, and greedy rows in the last one too. Nothing waits for the host and no grid
+depends on data: a CUDA graph may hold it.
+
+Always the same tokens: a row is cut in the same places in any batch. Masses are float32 in a chunk, summed over chunks
+in float64 in their order. The list's order is not fixed, so its masses are summed as integers of 2^-40, where order
+does not matter. A token belongs to the nucleus when the mass above it is below p by these sums, 1e-7 or so from
+exact; the plain way's float32 running sum is no nearer. Ties with a threshold stay in, and -0 ties with 0.
+
+Work, in instructions an element: extremes 10; sums 3 a pivot (compare, select, add), 20 for load, key and exponential,
+8 for the sum across threads; threshold 40, most of them for the prefix sum that places the list's entries; draw 90
+(two rounds of hash, two logarithms). 64 rows of 128,256 are 8.2 M elements, 0.28 us an instruction on 132
+multiprocessors of 128 lanes at 1.755 GHz: 215 instructions are 60 us, 90 at two thirds of that rate, with the search of
+the list below 10. From memory the row is read once (16 MB, 4 us), then from the L2. One row is 32 programs a launch,
+each a few microseconds long: about 25 us.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels._rows import check_float, on_device_of
+from kernels._sample import (
+    PIVOTS,
+    SAMPLE,
+    bracket,
+    exponential,
+    inverse_of,
+    largest_of_row,
+    ordered,
+    parameters,
+    pivots_of_row,
+    sort_sample,
+    sums_of_chunk,
+    threshold,
+    winner,
+)
 
-_TILE = 2048
-_WARPS = 16
-_LOWEST = tl.constexpr(-2147483648)
-
-
-@triton.jit
-def _ordered(x):
-    """int32 that are ordered as the floats are."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _mix(x):
-    """A permutation of 32 bits without visible pattern ("lowbias32", C. Wellons, 2018)."""
-    x = x ^ (x >> 16)
-    x = x * 0x7FEB352D
-    x = x ^ (x >> 15)
-    x = x * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _exponential(key, token):
-    """A standard exponential number; small ones, which decide the race, keep all 32 bits."""
-    token = token.to(tl.uint32)
-    bits = _mix(_mix(key ^ (token * 0x9E3779B9)) + token)
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    u = tl.minimum(u, 0.99999994)
-    return tl.where(u < 0.001, u * (1.0 + u * (0.5 + u * 0.33333334)), -tl.log(1.0 - u))
+#: Tokens a program. A row is cut in the same places whatever the batch, so that its sums and its draw are too.
+_CHUNK = 4096
+#: A row's counters: candidates written, programs done with them, programs done with the draw; then its threshold.
+_COUNTERS = tl.constexpr(4)
+_UNLIMITED = tl.constexpr(-2147483648)
 
 
-@triton.jit
-def _mass_above(row_ptr, vocab, floor, pivots, best, inverse, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """For each pivot, how many tokens, or how much exp((x - best) / T), lies at or above it and the floor."""
-    acc = tl.zeros([8, TILE], tl.float32)
-    for start in tl.range(0, vocab, TILE):
-        token = start + tl.arange(0, TILE)
-        x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        order = _ordered(x)
-        weight = tl.where((token < vocab) & (order >= floor), 1.0, 0.0)
-        if not COUNT:
-            weight *= tl.exp((x - best) * inverse)
-        acc += tl.where(order[None, :] >= pivots[:, None], weight[None, :], 0.0)
-    return tl.sum(acc, 1)
+class Launch(NamedTuple):
+    """The shape of a launch: tokens a turn of a program's loop, and warps."""
+
+    tile: int
+    warps: int
 
 
-@triton.jit
-def _threshold(row_ptr, vocab, floor, best, inverse, target, share, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """The largest threshold, at least ``floor``, at or above which ``target`` (or ``share`` of all) still lies."""
-    step_of = tl.arange(0, 8).to(tl.int64)
-    low = floor.to(tl.int64)
-    end = _ordered(best).to(tl.int64) + 1
-    if not COUNT:
-        everything = _mass_above(row_ptr, vocab, floor, (low + step_of * 0).to(tl.int32), best, inverse, COUNT, TILE)
-        target = share * tl.max(everything, 0)
-    while end - low > 1:
-        step = (end - low + 7) // 8
-        pivots = tl.minimum(low + step * step_of, end - 1)
-        mass = _mass_above(row_ptr, vocab, floor, pivots.to(tl.int32), best, inverse, COUNT, TILE)
-        # The first pivot is the old bound, at or above which enough lies already.
-        found = tl.max(tl.where((mass >= target) | (step_of == 0), pivots, low), 0)
-        end = tl.minimum(end, tl.min(tl.where(pivots > found, pivots, end), 0))
-        low = found
-    return low.to(tl.int32)
+#: A tile of the sums is held once a pivot, one of the candidates once a pivot of a step, in registers.
+LAUNCHES = {
+    "extremes_kernel": Launch(_CHUNK, 8),
+    "sums_kernel": Launch(256, 4),
+    "threshold_kernel": Launch(1024, 8),
+    "draw_kernel": Launch(1024, 4),
+}
+
+
+class Shape(NamedTuple):
+    """How a row is cut up, and where its parts lie in its workspace; the same arithmetic as in the kernels."""
+
+    chunk: int
+    chunks: int
+    slots: int  # chunks, up to the next power of two
+    shift: int
+
+    @property
+    def ints(self) -> int:
+        """Counters, the sample in order, the token of each chunk, counts by chunk and pivot."""
+        return _COUNTERS.value + SAMPLE.value + self.slots * (1 + PIVOTS.value)
+
+    @property
+    def floats(self) -> int:
+        """The largest logit of each chunk, its best in the race, masses by chunk and pivot."""
+        return self.slots * (2 + PIVOTS.value)
 
 
 @triton.jit
-def sample_kernel(
-    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, keys_ptr, out_ptr, stride, vocab, TILE: tl.constexpr
+def extremes_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, ints_ptr, floats_ptr, stride, vocab, chunks,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
 ):  # fmt: skip
-    """One row; temperature 0 takes the largest logit; -1 when the largest is not a finite number."""
+    """The largest logit of a chunk, with NaN as inf, and its first token; one program more a row orders a sample."""
     row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     row_ptr = logits_ptr + row * stride
-    lane = tl.arange(0, TILE)
-
-    value = tl.full([TILE], float("-inf"), tl.float32)
-    index = tl.zeros([TILE], tl.int32)
-    broken = tl.zeros([TILE], tl.int32)
-    for start in tl.range(0, vocab, TILE):
-        token = start + lane
+    ints_ptr += row * INTS
+    floats_ptr += row * FLOATS
+    if chunk == chunks:
+        _inverse, _k, _p, by_count, by_mass = parameters(temperatures_ptr, top_ks_ptr, top_ps_ptr, row, vocab)
+        tl.store(ints_ptr + tl.arange(0, _COUNTERS), tl.where(tl.arange(0, _COUNTERS) == 3, _UNLIMITED, 0))
+        if by_count | by_mass:
+            sort_sample(row_ptr, vocab, ints_ptr + _COUNTERS, SHIFT)
+    else:
+        token = chunk * CHUNK + tl.arange(0, CHUNK)
         x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        broken |= (x != x).to(tl.int32)
-        better = x > value
-        value = tl.where(better, x, value)
-        index = tl.where(better, token, index)
-    best = tl.max(value, 0)
-    token = tl.min(tl.where(value == best, index, 2147483647), 0)
-    sane = (tl.max(broken, 0) == 0) & (best > float("-inf")) & (best < float("inf"))
+        value, first = winner(tl.where(x == x, x, float("inf")), token)
+        tl.store(floats_ptr + chunk, value)
+        tl.store(ints_ptr + _COUNTERS + SAMPLE + chunk, first)
 
+
+@triton.jit
+def sums_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, ints_ptr, floats_ptr, stride, vocab, chunks,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Counts, masses or both of a chunk at or above each pivot, as far as the row's limits ask for them."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    row_ptr = logits_ptr + row * stride
+    ints_ptr += row * INTS
+    floats_ptr += row * FLOATS
+    place = tl.arange(0, PIVOTS)
+    inverse, _k, _p, by_count, by_mass = parameters(temperatures_ptr, top_ks_ptr, top_ps_ptr, row, vocab)
+    if by_count | by_mass:
+        best, sane = largest_of_row(floats_ptr, chunks, CHUNKS)
+        pivots = pivots_of_row(ints_ptr + _COUNTERS, SHIFT)
+        if sane & by_count:
+            counts = sums_of_chunk(row_ptr, chunk * CHUNK, vocab, pivots, best, inverse, True, SHIFT, CHUNK, TILE)
+            tl.store(ints_ptr + _COUNTERS + SAMPLE + CHUNKS + chunk * PIVOTS + place, counts)
+        if sane & by_mass:
+            masses = sums_of_chunk(row_ptr, chunk * CHUNK, vocab, pivots, best, inverse, False, SHIFT, CHUNK, TILE)
+            tl.store(floats_ptr + 2 * CHUNKS + chunk * PIVOTS + place, masses)
+
+
+@triton.jit
+def threshold_kernel(
+    logits_ptr, temperatures_ptr, top_ks_ptr, top_ps_ptr, ints_ptr, floats_ptr, list_ptr, stride, vocab, chunks, room,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Lists the logits of a chunk that lie in the bracket; the last program of a row finds the threshold among them.
+
+    When the list has no ``room``, the threshold is searched in the row itself.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    row_ptr = logits_ptr + row * stride
+    ints_ptr += row * INTS
+    floats_ptr += row * FLOATS
+    list_ptr += row * room
+    place = tl.arange(0, PIVOTS)
+    inverse, top_k, top_p, by_count, by_mass = parameters(temperatures_ptr, top_ks_ptr, top_ps_ptr, row, vocab)
+    if by_count | by_mass:
+        best, sane = largest_of_row(floats_ptr, chunks, CHUNKS)
+        if sane:
+            pivots = pivots_of_row(ints_ptr + _COUNTERS, SHIFT)
+            one = tl.arange(0, CHUNKS)
+            table = one[:, None] * PIVOTS + place[None, :]
+            counts_ptr = ints_ptr + _COUNTERS + SAMPLE + CHUNKS
+            counts = tl.sum(
+                tl.load(counts_ptr + table, mask=(one < tl.where(by_count, chunks, 0))[:, None], other=0), 0
+            )
+            masses = tl.load(
+                floats_ptr + 2 * CHUNKS + table, mask=(one < tl.where(by_mass, chunks, 0))[:, None], other=0.0
+            )
+            masses = tl.sum(masses.to(tl.float64), 0)
+            low, high, _high_by_count = bracket(pivots, counts, masses, best, top_k, top_p, by_count, by_mass, SHIFT)
+            token = chunk * CHUNK + tl.arange(0, CHUNK)
+            x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+            order = ordered(x.to(tl.float32), SHIFT)
+            # A bracket of one key is the threshold.
+            inside = ((token < vocab) & (order >= low) & (order < high) & (high > low + 1)).to(tl.int32)
+            found = tl.sum(inside, 0)
+            if found > 0:
+                slot = tl.atomic_add(ints_ptr, found, sem="relaxed") + tl.cumsum(inside, 0) - 1
+                tl.store(list_ptr + slot, x, mask=(inside > 0) & (slot < room))
+            tl.debug_barrier()
+            if tl.atomic_add(ints_ptr + 1, 1, sem="acq_rel") == chunks - 1:
+                tl.debug_barrier()
+                from_ptr = list_ptr
+                many = tl.load(ints_ptr, cache_modifier=".cg")
+                if many > room:
+                    from_ptr = row_ptr
+                    many = vocab
+                floor = threshold(
+                    from_ptr, many, pivots, counts, masses, best, inverse, top_k, top_p, by_count, by_mass,
+                    SHIFT, TILE,
+                )  # fmt: skip
+                tl.store(ints_ptr + 3, floor)
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr, temperatures_ptr, keys_ptr, ints_ptr, floats_ptr, out_ptr, stride, vocab, chunks,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, INTS: tl.constexpr, FLOATS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """The race in a chunk, and in the last program of a row that among chunks; a greedy row has its token already."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    row_ptr = logits_ptr + row * stride
+    ints_ptr += row * INTS
+    floats_ptr += row * FLOATS
+    tokens_ptr = ints_ptr + _COUNTERS + SAMPLE
+    one = tl.arange(0, CHUNKS)
     temperature = tl.load(temperatures_ptr + row)
+    best, sane = largest_of_row(floats_ptr, chunks, CHUNKS)
     if sane & (temperature > 0.0):
-        inverse = 1.0 / temperature
-        top_k = tl.load(top_ks_ptr + row).to(tl.int32)
-        top_p = tl.load(top_ps_ptr + row)
+        inverse = inverse_of(temperature)
         key = tl.load(keys_ptr + row).to(tl.uint32)
-        floor = tl.full([], _LOWEST, tl.int32)
-        if (top_k > 0) & (top_k < vocab):
-            floor = _threshold(row_ptr, vocab, floor, best, inverse, top_k.to(tl.float32), 0.0, True, TILE)
-        if top_p < 1.0:
-            floor = _threshold(row_ptr, vocab, floor, best, inverse, 0.0, top_p, False, TILE)
+        floor = tl.load(ints_ptr + 3)
         value = tl.full([TILE], float("-inf"), tl.float32)
-        for start in tl.range(0, vocab, TILE):
-            other = start + lane
-            x = tl.load(row_ptr + other, mask=other < vocab, other=float("-inf")).to(tl.float32)
-            raced = (x - best) * inverse - tl.log(_exponential(key, other))
-            better = (_ordered(x) >= floor) & (other < vocab) & (raced > value)
+        index = tl.full([TILE], 2147483647, tl.int32)
+        lane = chunk * CHUNK + tl.arange(0, TILE)
+        for start in tl.range(0, CHUNK, TILE):
+            token = start + lane
+            x = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+            raced = (x - best) * inverse - tl.log(exponential(key, token))
+            better = (ordered(x, SHIFT) >= floor) & (token < vocab) & (raced > value)
             value = tl.where(better, raced, value)
-            index = tl.where(better, other, index)
-        winner = tl.max(value, 0)
-        token = tl.min(tl.where(value == winner, index, 2147483647), 0)
-    tl.store(out_ptr + row, tl.where(sane, token, -1).to(tl.int64))
+            index = tl.where(better, token, index)
+        raced, token = winner(value, index)
+        # The counts are used up: their place takes the token of each chunk.
+        tl.store(floats_ptr + CHUNKS + chunk, raced)
+        tl.store(tokens_ptr + CHUNKS + chunk, token)
+        tl.debug_barrier()
+        if tl.atomic_add(ints_ptr + 2, 1, sem="acq_rel") == chunks - 1:
+            tl.debug_barrier()
+            values = tl.load(floats_ptr + CHUNKS + one, mask=one < chunks, other=float("-inf"), cache_modifier=".cg")
+            tokens = tl.load(tokens_ptr + CHUNKS + one, mask=one < chunks, other=0, cache_modifier=".cg")
+            raced, token = winner(values, tokens)
+            tl.store(out_ptr + row, token.to(tl.int64))
+    elif chunk == 0:
+        values = tl.load(floats_ptr + one, mask=one < chunks, other=float("-inf"))
+        tokens = tl.load(tokens_ptr + one, mask=one < chunks, other=0)
+        value, token = winner(values, tokens)
+        tl.store(out_ptr + row, tl.where(sane, token, -1).to(tl.int64))
 
 
 def sample_rows(
@@ -172,10 +288,42 @@ def sample_rows(
                 f"{name}: {tensor.dtype} {tuple(tensor.shape)}; {dtype} ({rows},) beside the logits is needed"
             )
     out = torch.empty(rows, dtype=torch.int64, device=logits_BV.device)
-    if rows:
-        with on_device_of(logits_BV):
-            sample_kernel[(rows,)](
-                logits_BV, temperatures_B, top_ks_B, top_ps_B, keys_B, out, logits_BV.stride(0), vocab,
-                TILE=min(_TILE, max(16, triton.next_power_of_2(vocab))), num_warps=_WARPS,
-            )  # fmt: skip
+    if not rows:
+        return out
+    shape = row_shape(vocab, logits_BV.dtype)
+    room = triton.cdiv(vocab, 4)
+    ints = torch.empty(rows, shape.ints, dtype=torch.int32, device=logits_BV.device)
+    floats = torch.empty(rows, shape.floats, dtype=torch.float32, device=logits_BV.device)
+    candidates = torch.empty(rows, room, dtype=logits_BV.dtype, device=logits_BV.device)
+    limits = (temperatures_B, top_ks_B, top_ps_B)
+    cut = {
+        "SHIFT": shape.shift, "CHUNK": shape.chunk, "CHUNKS": shape.slots, "INTS": shape.ints, "FLOATS": shape.floats
+    }  # fmt: skip
+    stride, chunks = logits_BV.stride(0), shape.chunks
+    tile = {name: min(launch.tile, shape.chunk) for name, launch in LAUNCHES.items()}
+    with on_device_of(logits_BV):
+        extremes_kernel[(rows, chunks + 1)](
+            logits_BV, *limits, ints, floats, stride, vocab, chunks,
+            **cut, num_warps=LAUNCHES["extremes_kernel"].warps,
+        )  # fmt: skip
+        sums_kernel[(rows, chunks)](
+            logits_BV, *limits, ints, floats, stride, vocab, chunks,
+            **cut, TILE=tile["sums_kernel"], num_warps=LAUNCHES["sums_kernel"].warps,
+        )  # fmt: skip
+        threshold_kernel[(rows, chunks)](
+            logits_BV, *limits, ints, floats, candidates, stride, vocab, chunks, room,
+            **cut, TILE=tile["threshold_kernel"], num_warps=LAUNCHES["threshold_kernel"].warps,
+        )  # fmt: skip
+        draw_kernel[(rows, chunks)](
+            logits_BV, temperatures_B, keys_B, ints, floats, out, stride, vocab, chunks,
+            **cut, TILE=tile["draw_kernel"], num_warps=LAUNCHES["draw_kernel"].warps,
+        )  # fmt: skip
     return out
+
+
+def row_shape(vocab: int, dtype: torch.dtype) -> Shape:
+    """A short row is one chunk, no longer than it must be."""
+    chunk = min(_CHUNK, max(16, triton.next_power_of_2(vocab)))
+    chunks = triton.cdiv(vocab, chunk)
+    shift = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}[dtype]
+    return Shape(chunk, chunks, triton.next_power_of_2(chunks), shift)
