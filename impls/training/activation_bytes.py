@@ -154,12 +154,25 @@ class Counts:
 
         again: when the layer is computed anew, where the first norm has nothing to add.
         """
+        return self.stream_passes(again) + self.inner_passes
+
+    def stream_passes(self, again: bool) -> float:
+        """Those of the residual stream: two norms, and the sums before them."""
         e, w = self.size, self.wide
-        cast = e + w if e < w else 0
-        norm = (2 * cast + 5 * w + 2 * e) * self.width
-        add = 3 * e * self.width * (1 if again else 2)
-        turn = (2 * (e + w) + 3 * e + 3 * w + cast) * (self.queries + self.keys)
-        return float(2 * norm + add + turn + 5 * e * self.ffn)
+        norm = (2 * self._cast + 5 * w + 2 * e) * self.width
+        return float(2 * norm + 3 * e * self.width * (1 if again else 2))
+
+    @property
+    def inner_passes(self) -> float:
+        """Those between the products: rotation and the gate."""
+        e, w = self.size, self.wide
+        turn = (2 * (e + w) + 3 * e + 3 * w + self._cast) * (self.queries + self.keys)
+        return float(turn + 5 * e * self.ffn)
+
+    @property
+    def _cast(self) -> int:
+        """Of a number to wide or back."""
+        return self.size + self.wide if self.size < self.wide else 0
 
     def seconds(self, way: str) -> float:
         """Predicted on an H200: products and attention at its rate of products, passes at that of a copy, with
