@@ -103,7 +103,8 @@ class Counts:
         """
         c, e, w = self, self.size, self.wide
         logits = c.chunk * c.vocab
-        head = 8 * c.tokens + max(3 * w * logits, e * (logits + (c.vocab + c.chunk) * c.width))
+        targets = 8 * c.tokens if c.tokens > c.seq else 0  # of one row they are a view
+        head = targets + max(3 * w * logits, e * (logits + (c.vocab + c.chunk) * c.width))
         gradient = e * c.width * c.tokens
         in_norm = c.tokens * (5 * w * c.width - w)  # its input's gradient stands where its normalized input was
         at_layer = c.again(way) * c.tokens - c.norm * c.tokens + 3 * gradient

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.check import judge
 from harness.pair import Context, Inputs
 from harness.workload import parse_workload
+from impls.model.decoder import Decoder
+from impls.parallel import shared
 from impls.training import checkpointed_trunk as trunks
 from impls.training.activation_bytes import WAYS, counts_of
 from impls.training.activation_checkpointing import PAIR, Offloaded, Step, inputs
@@ -71,6 +74,32 @@ def test_gradients_are_the_plain_ones_to_the_bit_and_bytes_are_as_counted(size, 
         assert 0 <= counters["peak_bytes"] - counters["peak_formula"] <= 256
         again = {key: value.clone() for key, value in case.result().items()}
         assert [key for key in plain if not torch.equal(again[key], found[key])] == []
+
+
+def narrow_decoder(config, ctx):
+    """The decoder in bfloat16 as it is made: a tensor without memory cannot be cast in place."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = Decoder(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.frequencies = model.frequencies.float()
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [raw for raw in WORKLOADS if raw["tier"] != "smoke"], ids=lambda raw: raw["name"])
+def test_the_count_holds_at_the_sizes_that_are_measured(raw, monkeypatch):
+    """Every operation of a step on tensors without memory: the sizes of a GPU's workloads, by the CPU's operations."""
+    monkeypatch.setattr(shared, "empty_model", narrow_decoder)
+    chosen = parse_workload(PAIR.name, raw, "test")
+    for name in ("baseline", *OURS):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            case = PAIR.variant(name).fn(chosen, Context(CPU, torch.bfloat16, 3))
+            case.tokens = torch.zeros(chosen.batch, chosen.seq + 1, dtype=torch.long)
+            counters = case.counters()
+        assert counters["saved_bytes"] == counters["saved_formula"] > 1e8
+        assert 0 <= counters["peak_bytes"] - counters["peak_formula"] <= 256
 
 
 def test_the_step_is_that_of_the_plain_decoder():
