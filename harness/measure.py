@@ -279,8 +279,10 @@ class Measurement:
         if not wanted or entry.case is None or entry.variant.changes or self.pair.kind == "serve":
             return
         self.events.begin(self.workload.name, entry.name, "energy")
+        started = time.perf_counter()
         watch = watch_device(self._watched())
         joules = energy_per_run(entry.case.run, self._fence, watch, sorted(series.values)[len(series.values) // 2])
+        entry.costs["energy_s"] = time.perf_counter() - started
         if joules is not None:
             entry.parts["counters"] = {**entry.parts.get("counters", {}), "energy": joules}
 

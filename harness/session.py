@@ -328,8 +328,12 @@ def _unfitting_baseline(record: Mapping[str, Any]) -> bool:
 
 
 def sampling_seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds spent in sampling; the rest of a run is start-up, checks, compilation, memory passes and sentinels."""
-    return float(sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(records)))
+    """Seconds spent in timed spans: samples, and the runs whose energy is read.
+
+    The rest of a run is start-up, checks, compilation, memory passes and sentinels.
+    """
+    samples = sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(records))
+    return float(samples + sum((r.get("costs") or {}).get("energy_s", 0.0) for r in records))
 
 
 def _one_a_workload(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
