@@ -11,11 +11,6 @@ Three things make it fast on Hopper and are worth knowing before changing it:
 * the walk over keys is split into phases, so that only tiles cut by a mask edge pay for the mask;
 * with a causal mask the longest tiles start first, within a group of heads whose keys and values fit in the L2.
 
-Two variants change the order of work, not the sums. AHEAD carries a tile's probabilities over to the next turn, so that
-their product with the values runs beside the next tile's softmax (FlashAttention-3, Shah et al. 2024, section 3.2).
-LAZY rescales old sums only when the maximum has grown by more than 8 binary digits (FlashAttention-4, Zadouri et al.
-2026).
-
 Shapes: B batch, S sequence, T total tokens of a variable-length batch, H heads, D head dimension. Tensors are
 [B, S, H, D], or [T, H, D] with cumulative lengths; the log-sum-exp is [B, H, S] or [H, T] in float32.
 """
@@ -113,37 +108,6 @@ def tile_of(pid, num_tiles, num_heads, heads_per_section, HEAVY_LAST: tl.constex
 
 
 @triton.jit
-def softmax_step(scores, row_max, row_sum, scale_log2, MASKED: tl.constexpr, LAZY: tl.constexpr):
-    """The probabilities of a tile against the new reference, that reference, the new row sum, and what old sums shrink
-    by.
-
-    The reference is the running maximum; with LAZY one that lags behind it by up to 8 binary digits, so that it seldom
-    moves, and the factor is exactly 1 meanwhile. Sums and output share it, so that it cancels in the end.
-    """
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-    if LAZY:
-        new_max = tl.where(new_max > row_max + 8.0, new_max, row_max)
-    shift = new_max
-    if MASKED:
-        # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(scores * scale_log2 - shift[:, None])
-    alpha = tl.exp2(row_max - shift)
-    return p, new_max, row_sum * alpha + tl.sum(p, 1), alpha
-
-
-@triton.jit
-def rescaled(acc, alpha, LAZY: tl.constexpr):
-    """acc · alpha by rows; with LAZY nothing is multiplied where every factor is 1."""
-    if LAZY:
-        if tl.min(alpha, 0) < 1.0:
-            acc = acc * alpha[:, None]
-    else:
-        acc = acc * alpha[:, None]
-    return acc
-
-
-@triton.jit
 def flash_attention_forward_kernel(
     q_src, k_src, v_src, o_dst, lse_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
@@ -151,7 +115,7 @@ def flash_attention_forward_kernel(
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, left, right, scale_log2, scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_N: tl.constexpr,
-    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, AHEAD: tl.constexpr, LAZY: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head. `num_heads` counts the whole batch's heads, `heads` one batch row's."""
     tile, batch_head = tile_of(tl.program_id(0), num_tiles, num_heads, heads_per_section, HAS_RIGHT)
@@ -212,7 +176,6 @@ def flash_attention_forward_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    before = tl.zeros([BLOCK_M, BLOCK_N], q.dtype)  # AHEAD: the probabilities of the tile before
 
     lo = tl.multiple_of(lo, BLOCK_N)
     for start in tl.range(lo, hi, BLOCK_N):
@@ -228,31 +191,19 @@ def flash_attention_forward_kernel(
                 cols = start + tl.arange(0, BLOCK_N)
                 seen = visible(row_positions[:, None], cols[None, :], kv_len, left, right, HAS_LEFT, HAS_RIGHT, EVEN_N)
                 scores = tl.where(seen, scores, float("-inf"))
-        if AHEAD:
-            # The product of the tile before runs beside this one's softmax. The first tile's is of zeros.
-            row = tl.maximum(start - BLOCK_N, lo)
-            v = load_tile(
-                v_src, batch, kv_head, row, kv_len, stride_vh, stride_vs, HEAD_DIM, BLOCK_N, BLOCK_D, USE_DESC
-            )
-            acc = tl.dot(before, v, acc, input_precision=PRECISION)
-            p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, scale_log2, MASKED, LAZY)
-            acc = rescaled(acc, alpha, LAZY)
-            before = p.to(q.dtype)
-        else:
-            p, row_max, row_sum, alpha = softmax_step(scores, row_max, row_sum, scale_log2, MASKED, LAZY)
-            acc = rescaled(acc, alpha, LAZY)
-            v = load_tile(
-                v_src, batch, kv_head, start, kv_len, stride_vh, stride_vs, HEAD_DIM, BLOCK_N, BLOCK_D, USE_DESC
-            )
-            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        shift = new_max
+        if MASKED:
+            # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale_log2 - shift[:, None])
+        alpha = tl.exp2(row_max - shift)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        v = load_tile(v_src, batch, kv_head, start, kv_len, stride_vh, stride_vs, HEAD_DIM, BLOCK_N, BLOCK_D, USE_DESC)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        row_max = new_max
 
-    if AHEAD:  # noqa: SIM102 (one is a constant)
-        if hi > lo:
-            row = tl.multiple_of(lo + (hi - 1 - lo) // BLOCK_N * BLOCK_N, BLOCK_N)
-            v = load_tile(
-                v_src, batch, kv_head, row, kv_len, stride_vh, stride_vs, HEAD_DIM, BLOCK_N, BLOCK_D, USE_DESC
-            )
-            acc = tl.dot(before, v, acc, input_precision=PRECISION)
     # A row that sees no key gives zeros and log-sum-exp -inf.
     empty = row_sum == 0.0
     row_sum = tl.where(empty, 1.0, row_sum)

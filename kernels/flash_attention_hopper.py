@@ -8,7 +8,7 @@ other's products do. Programs are persistent: the feeder fetches the next tile's
 program takes every n-th tile, or with COUNTER the next one that nobody has taken, which it learns from an atomic add
 when its feeder has fed the present one: under a causal mask some tiles are many times as long as others. With two
 Q_SLOTS the next tile's queries arrive during the present one, whose output leaves while the next one's first product
-runs. With EXP2_EVERY one in so many exponentials is computed on the multiply-adds.
+runs.
 
 Keys are walked from the last to the first, so that the tiles that a mask cuts come first and the rest of the walk
 knows no mask. Dense batches, causal or full, head dimensions 64 and 128; compute capability 9.0 only.
@@ -27,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
-from .flash_attention_exp2 import exp2_spread
 
 # Renamed between Triton 3.6 and 3.7.
 threads_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -155,15 +153,14 @@ def settled(values):
 
 
 @gluon.jit
-def _softmax_step(scores, row_max, scale_log2, MASKED: gl.constexpr, EXP2_EVERY: gl.constexpr):
+def _softmax_step(scores, row_max, scale_log2, MASKED: gl.constexpr):
     """The new row maximum, the probabilities against it, and the factor that old sums shrink by."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     shift = new_max
     if MASKED:
         # A row that has seen no key yet has maximum -inf; -inf - -inf would be NaN.
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    powers = scores * scale_log2 - gl.expand_dims(shift, 1)
-    p = exp2_spread(powers, EXP2_EVERY) if EXP2_EVERY else gl.exp2(powers)
+    p = gl.exp2(scores * scale_log2 - gl.expand_dims(shift, 1))
     return new_max, p, gl.exp2(row_max - shift)
 
 
@@ -171,7 +168,7 @@ def _softmax_step(scores, row_max, scale_log2, MASKED: gl.constexpr, EXP2_EVERY:
 def _walk(
     acc, row_sum, row_max, p, turn, first, last, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns,
     start, q_len, kv_len, scale_log2, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr, EXP2_EVERY: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr,
     S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Key tiles first, first - 1, ... last + 1: scores of each beside the output of the one before it."""
@@ -194,7 +191,7 @@ def _walk(
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
             scores = _masked(scores, block, start, q_len, kv_len, S_LAYOUT, ROWS, BLOCK_N, CAUSAL)
-        row_max, new_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED, EXP2_EVERY)
+        row_max, new_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED)
         row_sum = settled(row_sum * alpha + gl.sum(new_p, 1))
         next_p = gl.convert_layout(new_p.to(q.dtype), P_LAYOUT)
         acc, p = warpgroup_mma_wait(0, deps=[acc_token, p])
@@ -210,7 +207,7 @@ def _attend(
     o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, schedule,
     scale_log2, taken, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr,
-    COUNTER: gl.constexpr, EXP2_EVERY: gl.constexpr,
+    COUNTER: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 rows of every tile of this program."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
@@ -247,7 +244,7 @@ def _attend(
         if MASKED:
             scores = _masked(scores, blocks - 1, start, q_len, kv_len, S_LAYOUT, ROWS, BLOCK_N, CAUSAL)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
-        row_max, first_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED, EXP2_EVERY)
+        row_max, first_p, alpha = _softmax_step(scores, row_max, scale_log2, MASKED)
         row_sum = gl.sum(first_p, 1)
         p = gl.convert_layout(first_p.to(q.dtype), P_LAYOUT)
         acc = gl.zeros([ROWS, HEAD_DIM], gl.float32, O_LAYOUT)
@@ -257,12 +254,12 @@ def _attend(
             acc, row_sum, row_max, p, turn = _walk(
                 acc, row_sum, row_max, p, turn, blocks - 2, edge - 1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
                 v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, True, PING_PONG,
-                EXP2_EVERY, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, row_sum, row_max, p, turn = _walk(
             acc, row_sum, row_max, p, turn, edge - 1, -1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
             v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, False, PING_PONG,
-            EXP2_EVERY, S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
 
         before = (turn - 1) % STAGES
@@ -298,7 +295,6 @@ def hopper_forward_kernel(
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
-    EXP2_EVERY: gl.constexpr,
 ):  # fmt: skip
     """Tiles of BLOCK_M (two groups of 64) queries by BLOCK_N keys, this program's share of them all.
 
@@ -342,12 +338,12 @@ def hopper_forward_kernel(
             (_attend, (
                 o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 schedule, scale_log2, taken, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
-                COUNTER, EXP2_EVERY,
+                COUNTER,
             )),
             (_attend, (
                 o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 schedule, scale_log2, taken, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
-                COUNTER, EXP2_EVERY,
+                COUNTER,
             )),
             (_feed, (
                 q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,

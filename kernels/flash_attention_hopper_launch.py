@@ -27,7 +27,7 @@ class HopperTile:
 
     `order` says who computes which tile: "fixed", every n-th to each of as many programs as multiprocessors;
     "counter", the next one to whoever is free, by an atomic add; "grid", a program for each tile. With two `q_slots`
-    queries arrive a tile ahead. One in `exp2_every` (4 or 8; 0 is none) exponentials is a polynomial.
+    queries arrive a tile ahead.
     """
 
     block_n: int = 128
@@ -35,14 +35,12 @@ class HopperTile:
     ping_pong: bool = False
     order: Literal["fixed", "counter", "grid"] = "fixed"
     q_slots: int = 1
-    exp2_every: int = 0
 
     def __str__(self) -> str:
         said = f"128x{self.block_n} s{self.stages}"
         said += " taking turns" if self.ping_pong else ""
         said += "" if self.order == "fixed" else f" {self.order}"
-        said += f" q{self.q_slots}" if self.q_slots > 1 else ""
-        return said + (f" exp2 1/{self.exp2_every}" if self.exp2_every else "")
+        return said + (f" q{self.q_slots}" if self.q_slots > 1 else "")
 
 
 def unsupported_by_hopper(problem: Problem) -> str | None:
@@ -150,7 +148,6 @@ def hopper_forward_launch(
         "PING_PONG": tile.ping_pong,
         "Q_SLOTS": tile.q_slots,
         "COUNTER": tile.order == "counter",
-        "EXP2_EVERY": tile.exp2_every,
     }
     tiles = num_tiles * num_heads
     grid = (tiles if tile.order == "grid" else min(programs, tiles),)

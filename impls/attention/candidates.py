@@ -51,12 +51,10 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
 
 
 def _triton_forward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
-    found = []
-    for tile, ways, share, why in _FORWARD[head_dim]:
-        config = replace(base, forward=tile, ahead="ahead" in ways, lazy="lazy" in ways)
-        name = " ".join(["triton", str(tile), *ways])
-        found.append(Candidate(name, "forward", head_dim, config, share - 0.02 * causal, why))
-    return found
+    return [
+        Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile), share - 0.02 * causal, why)
+        for tile, share, why in _FORWARD[head_dim]
+    ]
 
 
 def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
@@ -86,40 +84,24 @@ def is_picked(candidate: Candidate, causal: bool) -> bool:
 
 
 _BESIDE_EACH_OTHER = "two programs a multiprocessor: one's softmax beside the other's products"
-_FORWARD: dict[int, tuple[tuple[Tile, tuple[str, ...], float, str], ...]] = {
+_FORWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
     64: (
-        (Tile(128, 64, 4, 3), (), 0.90, _BESIDE_EACH_OTHER),
-        (Tile(128, 64, 4, 2), (), 0.88, "a slot less of keys; still two programs, bound by registers"),
-        (Tile(128, 128, 4, 2), (), 0.85, "fewer barriers a key, but the scores of 128 keys take 128 registers"),
-        (Tile(128, 128, 8, 3), (), 0.85, "two groups of warps in one program"),
-        (Tile(64, 64, 4, 3), (), 0.75, "three or four small programs; each key tile serves half the queries"),
-        (Tile(64, 64, 4, 3), ("lazy",), 0.91, "old sums seldom rescaled; one barrier more a tile"),
-        (Tile(64, 64, 4, 3), ("ahead",), 0.96, "each tile's last product beside the next one's softmax"),
-        (Tile(64, 64, 4, 2), ("ahead",), 0.97, "the same with four programs a multiprocessor instead of three"),
-        (Tile(64, 64, 4, 2), ("ahead", "lazy"), 0.97, "the same, old sums seldom rescaled; one barrier more a tile"),
-        (Tile(128, 64, 8, 2), ("ahead",), 0.95, "two groups of warps share the keys; two programs"),
-        (Tile(128, 128, 8, 2), ("ahead",), 0.95, "half the barriers; two programs if 128 registers suffice"),
+        (Tile(128, 64, 4, 3), 0.90, _BESIDE_EACH_OTHER),
+        (Tile(128, 64, 4, 2), 0.88, "a slot less of keys; still two programs, bound by registers"),
+        (Tile(128, 128, 4, 2), 0.85, "fewer barriers a key, but the scores of 128 keys take 128 registers"),
+        (Tile(128, 128, 8, 3), 0.85, "two groups of warps in one program"),
+        (Tile(64, 64, 4, 3), 0.75, "three or four small programs; each key tile serves half the queries"),
     ),
     128: (
-        (Tile(128, 64, 4, 2), (), 0.82, _BESIDE_EACH_OTHER),
-        (Tile(128, 64, 4, 3), (), 0.60, "131 KB: one program a multiprocessor, nothing beside its softmax"),
-        (Tile(128, 128, 8, 2), (), 0.80, "two groups of warps, one program, half the barriers"),
-        (Tile(128, 64, 8, 3), (), 0.75, "two groups of warps, one program"),
-        (Tile(64, 64, 4, 2), (), 0.65, "each key tile serves half the queries"),
-        (
-            Tile(128, 64, 4, 2),
-            ("lazy",),
-            0.80,
-            "old sums seldom rescaled; a barrier more, ten addresses out of registers",
-        ),
-        (Tile(128, 64, 8, 2), ("ahead",), 0.88, "a tile's last product beside the next one's softmax; two programs"),
-        (Tile(128, 128, 8, 2), ("ahead",), 0.86, "the same, half the barriers; one program"),
-        (Tile(128, 128, 8, 2), ("ahead", "lazy"), 0.86, "the same, old sums seldom rescaled; one barrier more a tile"),
-        (Tile(64, 64, 4, 2), ("ahead",), 0.80, "the same with two small programs; a key tile serves half the queries"),
+        (Tile(128, 64, 4, 2), 0.82, _BESIDE_EACH_OTHER),
+        (Tile(128, 64, 4, 3), 0.60, "131 KB: one program a multiprocessor, nothing beside its softmax"),
+        (Tile(128, 128, 8, 2), 0.80, "two groups of warps, one program, half the barriers"),
+        (Tile(128, 64, 8, 3), 0.75, "two groups of warps, one program"),
+        (Tile(64, 64, 4, 2), 0.65, "each key tile serves half the queries"),
     ),
     256: (
-        (Tile(128, 64, 8, 2), (), 0.70, "one program a multiprocessor, two groups of warps"),
-        (Tile(64, 64, 4, 2), (), 0.65, "one program a multiprocessor with four warps"),
+        (Tile(128, 64, 8, 2), 0.70, "one program a multiprocessor, two groups of warps"),
+        (Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),
     ),
 }
 
@@ -177,20 +159,6 @@ def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
             (replace(tile, order="counter"), 0.98, "dealt out evenly, the next keys fetched meanwhile"),
             (replace(tile, order="counter", q_slots=2), 1.01, "the same; queries come a tile ahead"),
             (replace(tile, order="counter", q_slots=2, ping_pong=True), 1.01, "the same, the groups taking turns"),
-        ]
-    if head_dim == 64:
-        tile = replace(tile, order="counter" if causal else "fixed", q_slots=2, ping_pong=not causal)
-        tiles += [
-            (
-                replace(tile, exp2_every=8),
-                0.97,
-                "one exponential in 8 on the multiply-adds, which have issue slots left",
-            ),
-            (
-                replace(tile, exp2_every=4),
-                0.98,
-                "one in 4: a quarter off the unit that binds, a third more issue slots",
-            ),
         ]
     return [
         Candidate(f"hopper {tile}", "forward", head_dim, replace(base, hopper=tile), predicted, why, group="hopper")

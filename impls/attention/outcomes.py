@@ -3,9 +3,9 @@
     python3 -m impls.attention.outcomes --keep FOLDER/survey.json     # under results/surveys/<gpu>/<UTC time>.json
     python3 -m impls.attention.outcomes --write docs/attention.md
 
-A table's rows are the candidates, and what was measured of kernels that are no candidates any more. A figure is the
-newest that was kept: the rate, and its share of cuDNN's and of FlashAttention-2's in the same process on the same
-shape. The prediction is the one that the survey carried when it was measured. What was not measured says so.
+A table's rows are the candidates, and what was measured of kernels that are no candidates any more, marked as such. A
+figure is the newest that was kept: the rate, and its share of cuDNN's and of FlashAttention-2's in the same process on
+the same shape. The prediction is the one that the survey carried when it was measured. What was not measured says so.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ FOLDER = Path(__file__).parents[2] / "results" / "surveys"
 SEQ = 4096  # of the tables
 DIMS = (128, 64, 256)
 UNKNOWN = "not yet measured"
+REMOVED = " *tried, removed*"
 Key = tuple[str, int, bool, str]  # direction, head dimension, causal, name
 
 
@@ -167,6 +168,8 @@ def table(direction: str, surveys: list[Survey], marks: dict[Path, str]) -> list
             chosen = " **picked, causal**" if picks == [False, True] else chosen
             if not any(picks) and name in (next(iter(now[False])), next(iter(now[True]))):
                 chosen = " **Triton's choice**"
+            if name not in now[False] and name not in now[True]:
+                chosen = REMOVED
             expected = both((predicted[0], predicted[1])) + ": " + (whys[0] or whys[1])
             lines.append(f"| {' | '.join([f'D={dim} {name}{chosen}', *cells, expected, *outcomes])} |")
     return lines

@@ -35,7 +35,7 @@ def write(path: Path, time: str, rows: list[dict[str, Any]], gpu: str = "some-gp
 
 
 def line_of(text: str, name: str) -> str:
-    (found,) = [line for line in text.splitlines() if line.startswith((f"| D=128 {name} |", f"| D=128 {name} **"))]
+    (found,) = [line for line in text.splitlines() if line.startswith((f"| D=128 {name} |", f"| D=128 {name} *"))]
     return found
 
 
@@ -68,6 +68,19 @@ def test_what_was_not_timed_or_wrong_or_not_reached_is_told_apart(tmp_path: Path
     assert line_of(text, names[1]).endswith("| wrong: out off by 3 [a] |")
     assert line_of(text, names[2]).endswith("| not yet measured |")
     assert line_of(text, "one that is gone").endswith("| – | 7 [a] |")
+    removed = [line.split(" *tried, removed* |")[0] for line in text.splitlines() if "*tried, removed*" in line]
+    assert removed == ["| D=128 one that is gone"], "a candidate is never marked as removed, measured or not"
+
+
+def test_a_removed_candidate_keeps_its_prediction_and_what_the_compiler_made_of_it(tmp_path: Path) -> None:
+    made = row("gone", None, registers=122, spills=0, shared=114720, products=16, seq=0, check="compiled")
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", [made], gpu="sm_90"), tmp_path)
+    measured = [row("gone", 50.0), peer("sdpa_cudnn", 100.0)]
+    outcomes.keep(write(tmp_path / "b", "2026-01-03T03:04:05Z", measured), tmp_path)
+    line = line_of(outcomes.fill(PAGE, outcomes.kept(tmp_path)), "gone")
+    assert line.endswith(
+        "*tried, removed* | – / 122 | – / 0 | – / 114,720 | – / 16 | – / 0.77: because | – | 50, 0.50 of cuDNN [b] |"
+    )
 
 
 def test_the_compilers_figures_come_from_a_survey_that_compiled(tmp_path: Path) -> None:

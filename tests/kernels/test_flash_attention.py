@@ -6,6 +6,7 @@ the same precision, or one rounding of the largest value.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,6 +220,17 @@ def test_one_very_large_logit_takes_all_the_weight() -> None:
         torch.testing.assert_close(got["out"].double(), exact["out"], rtol=0, atol=2e-3)
         if size == 300.0:  # the backward's probabilities are good to |score| · 2⁻²⁴, and no more
             torch.testing.assert_close(got["dv"].double(), exact["dv"], rtol=0, atol=8e-3)
+
+
+def test_rows_whose_scores_grow_from_tile_to_tile() -> None:
+    """Old sums are rescaled by 2^-30 at every tile of keys, in one row of a tile or in all."""
+    for rows in (slice(None), slice(17, 18)):
+        draw = Draw([(40, 61)], 1, 1, 16, DTYPES[0])
+        tensors = draw.tensors()
+        tensors[0][rows, :, 0] = 1.0
+        steps = torch.arange(61, device=DEVICE) // 16 * (30 * math.log(2) * 16**0.5)
+        tensors[1][..., 0] = steps[:, None].to(tensors[1])
+        assert_right(draw, tensors)
 
 
 @pytest.mark.parametrize("options", [{}, {"config": DESCRIBED}, {"deterministic": True}], ids=str)
