@@ -8,7 +8,7 @@ Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pip
                  computes, the others wait
     optimized    1F1B: m micro-batches; a rank goes backward on one as soon as it can, so that it keeps few of them
     gpipe        all micro-batches forward, then all backward: the same bubble, and all of them are kept
-    interleaved  1F1B with v stages a rank, each 1/v as long: 1/v of the bubble in its warm-up, v times the messages
+    interleaved  1F1B with v stages a rank, each 1/v as long: ranks wait 1/v as long, for more messages and activations
     torch_pipelining   torch's own ``Schedule1F1B`` over the same stages
 
 All ways run the same stages by a schedule (:mod:`impls.parallel.pipeline_schedule`), the baseline's of one micro-batch.
@@ -16,7 +16,8 @@ A rank keeps the weights, gradients and optimizer state of its stages only, whic
 of all of them. Beside that, for p ranks and stages that take equally long:
 
     share of the step that ranks wait     baseline (p-1)/p    1F1B, gpipe (p-1)/(m+p-1)    interleaved (p-1)/(vm+p-1)
-    activations kept by rank r, batches   baseline 1          1F1B min(p-r, m)/m           gpipe 1
+    activations kept by rank r, batches   baseline, gpipe 1   1F1B min(p-r, m)/m
+                                          interleaved min((2 (p-r-1) + (v-1) p + 1) / (v m), 1)
 
 Work of a step is the same: six FLOPs a weight and token. A weight is read once a micro-batch instead of once a step,
 which 1F1B pays where micro-batches are small. Bytes over the link: the residual stream (T D numbers, T tokens of the

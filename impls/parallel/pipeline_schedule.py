@@ -3,7 +3,7 @@
 A model is cut into stages, stage s on rank s mod p: one stage a rank, or v of them when the schedule is interleaved. A
 batch is cut into m micro-batches. Schedules differ in nothing but the order of each rank's computations:
 
-    gpipe         all forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.3); one micro-batch makes it
+    gpipe         all forwards, then all backwards (Huang et al. 2019, "GPipe", section 2.2); one micro-batch makes it
                   the naive way, in which all ranks but one wait
     one_f_one_b   p - 1 - r forwards to warm up, then one forward and one backward in turn, then the backwards that are
                   left (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using

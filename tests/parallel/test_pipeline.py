@@ -58,7 +58,7 @@ def cases(sizes, dtypes, variants=tuple(PAIR.variants), counters=()):
 
 TWO = [
     *cases({"even": EVEN}, ["float32"], counters=OURS),
-    *cases({"odd": ODD}, ["float32"], OURS),
+    *cases({"odd": ODD}, ["float32"], ("baseline", "gpipe")),
     *cases({"odd": ODD}, ["float64"], ("optimized", "interleaved")),
     *cases({"even": EVEN}, ["bfloat16"], ("optimized",)),
 ]
@@ -69,8 +69,12 @@ FOUR = [
     *cases({"few": FEW}, ["float32"], ("optimized", "gpipe")),
 ]
 ALONE = {"technique": "pipeline_parallel", "dtype": "float32"}
-MUTED = [{**ALONE, "key": f"muted-{variant}", "variant": variant, "dims": EVEN, "muted": True} for variant in OURS]
-NAPS = [{**ALONE, "key": f"nap-{variant}", "variant": variant, "dims": EVEN, "nap": 0.004} for variant in OURS]
+MUTED = {**ALONE, "key": "muted", "variant": "optimized", "dims": EVEN, "muted": True}
+MUTED_4 = [
+    {**ALONE, "key": f"muted-{variant}", "variant": variant, "dims": EVEN_4, "muted": True}
+    for variant in ("baseline", "gpipe", "interleaved")
+]
+NAPS = [{**ALONE, "key": f"nap-{variant}", "variant": variant, "dims": EVEN, "nap": 0.008} for variant in OURS]
 PEER = {**ALONE, "key": "kept-torch", "variant": "torch_pipelining", "dims": EVEN, "nap": 0}
 BAD = {
     "rows": ({**EVEN, "batch": 7}, "a batch of 7 rows does not divide into 4 micro-batches"),
@@ -91,12 +95,12 @@ def told(folder, ranks, wanted):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("two"), 2, [*TWO, *MUTED[1::2], *NAPS, PEER, *REFUSED])
+    return told(tmp_path_factory.mktemp("two"), 2, [*TWO, MUTED, *NAPS, PEER, *REFUSED])
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("four"), 4, [*FOUR, *MUTED[::2]])
+    return told(tmp_path_factory.mktemp("four"), 4, [*FOUR, *MUTED_4])
 
 
 def judge(case, answer, ranks):
@@ -125,13 +129,12 @@ def test_four_ranks(case, four):
     judge(case, four[case["key"]], 4)
 
 
-@pytest.mark.parametrize("case", MUTED[1::2], ids=lambda case: case["variant"])
-def test_left_out_communication_is_found_wrong(case, two):
-    assert max(two[case["key"]]["errors"].values()) > 1e-2
+def test_left_out_communication_is_found_wrong(two):
+    assert max(two["muted"]["errors"].values()) > 1e-2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", MUTED[::2], ids=lambda case: case["variant"])
+@pytest.mark.parametrize("case", MUTED_4, ids=lambda case: case["variant"])
 def test_left_out_communication_is_found_wrong_on_four_ranks(case, four):
     assert max(four[case["key"]]["errors"].values()) > 1e-2
 
@@ -177,16 +180,21 @@ def test_activations_kept_on_four_ranks(four):
 
 @pytest.mark.parametrize("variant", OURS)
 def test_ranks_idle_as_the_formula_says_where_computation_is_all_that_takes_time(variant, two):
-    found = two[f"nap-{variant}"]["counters"]
     expected = {"baseline": 1 / 2, "optimized": 1 / 5, "gpipe": 1 / 5, "interleaved": 1 / 9}[variant]
-    assert found["bubble_formula"] == pytest.approx(expected)
-    assert expected - 0.04 < found["bubble"] < expected + 0.12
-    assert 0 <= found["exposed_comm"] < found["pipeline_s"]
-    assert 0 < found["compute_s"] < found["pipeline_s"]
+    told = two[f"{variant}-even-float32"]["counters"]
+    assert told["bubble_formula"] == pytest.approx(expected)
+    for found in [told, *two[f"nap-{variant}"]["steps"]]:
+        assert 0 <= found["exposed_comm"] < found["pipeline_s"]
+        assert 0 < found["compute_s"] < found["pipeline_s"]
+        assert 0 < found["bubble"] < 1
+    # Messages and other processes only make ranks wait longer.
+    assert expected - 0.02 < min(found["bubble"] for found in two[f"nap-{variant}"]["steps"]) < expected + 0.12
 
 
 def test_micro_batches_shorten_a_step_as_predicted(two):
-    naive, ours = (two[f"nap-{variant}"]["counters"]["pipeline_s"] for variant in ("baseline", "optimized"))
+    naive, ours = (
+        min(found["pipeline_s"] for found in two[f"nap-{variant}"]["steps"]) for variant in ("baseline", "optimized")
+    )
     assert naive / ours == pytest.approx(2 * 4 / 5, rel=0.2)
 
 
@@ -296,7 +304,9 @@ def test_the_workloads_have_stages_of_about_equal_cost_and_every_variant_runs_on
     for w in workloads_of(find("pipeline_parallel")):
         ranks.add((w.tier, w.ranks))
         assert PAIR.variant("interleaved").supports(w) is None
-        assert PAIR.work(w).link_bytes > 0
+        assert PAIR.variant("torch_pipelining").supports(w) is None
+        assert PAIR.work(w).link_bytes == link_bytes(w, "gpipe") == link_bytes(w, "baseline")
+        assert (PAIR.work(w).collective, PAIR.work(w).messages) == ("send_recv", 1 if w.ranks == 2 else 2)
         for stages in (w.ranks, w.ranks * w.chunks) if w.tier != "smoke" else ():
             costs = stage_costs(w, [len(one) for one in cut(w, stages)])
             assert min(costs) > 0.8 * max(costs)

@@ -2,7 +2,8 @@
 
 ``python -m pipeline_worker CASES.json OUT.json``: a list of cases as ``equal_worker`` takes them, which answers those
 that have no ``nap``. Of one that has, every forward of a rank's layers on a row sleeps so many seconds more, a backward
-twice as long; OUT holds the counters. Sleeping takes no core: times are those of a machine with cores to spare.
+twice as long; OUT holds what ranks did in three steps, and for no seconds the counters. Sleeping takes no core: times
+are those of a machine with cores to spare.
 """
 
 import json
@@ -22,18 +23,19 @@ def counted(case, rank, world, mesh):
     workload = equal_worker.workload_of(case, world)
     context = Context(torch.device("cpu"), torch.float32, 7, rank, world, mesh)
     built = PAIR.variant(case["variant"]).fn(workload, context)
-    if case["nap"]:
-        nap = case["nap"] * workload.batch / built.schedule.micro_batches / (built.stages // world)
-        compute = built.compute
-
-        def slowly(one):
-            compute(one)
-            time.sleep(nap if one.kind == "forward" else 2 * nap)
-
-        built.compute = slowly
     built.load(Inputs(PAIR.inputs(workload, context), 7))
     built.run()
-    return {"counters": dict(built.counters())}
+    if not case["nap"]:
+        return {"counters": dict(built.counters())}
+    nap = case["nap"] * workload.batch / built.schedule.micro_batches / (built.stages // world)
+    compute = built.compute
+
+    def slowly(one):
+        compute(one)
+        time.sleep(nap if one.kind == "forward" else 2 * nap)
+
+    built.compute = slowly
+    return {"steps": [built.watched() for _ in range(3)]}
 
 
 def main(cases, out):
