@@ -11,6 +11,9 @@ Three things make it fast on Hopper and are worth knowing before changing it:
 * the walk over keys is split into phases, so that only tiles cut by a mask edge pay for the mask;
 * with a causal mask the longest tiles start first, within a group of heads whose keys and values fit in the L2.
 
+A program's products and its softmax alternate; another program on the same multiprocessor fills the gaps, if the two
+are out of step. With STAGGER they start out of step.
+
 Shapes: B batch, S sequence, T total tokens of a variable-length batch, H heads, D head dimension. Tensors are
 [B, S, H, D], or [T, H, D] with cumulative lengths; the log-sum-exp is [B, H, S] or [H, T] in float32.
 """
@@ -107,6 +110,25 @@ def tile_of(pid, num_tiles, num_heads, heads_per_section, HEAVY_LAST: tl.constex
     return tile, section * heads_per_section + within % heads
 
 
+# Waits for $1 clocks times the number of programs in lower warp slots of this multiprocessor.
+_WAIT = tl.constexpr(
+    "{ .reg .u32 slot, n, from, now; .reg .pred early; mov.u32 slot, %warpid; mov.u32 n, %ntid.x; shr.u32 n, n, 5; "
+    "div.u32 slot, slot, n; mul.lo.u32 n, slot, $1; mov.u32 from, %clock; "
+    "again: mov.u32 now, %clock; sub.u32 now, now, from; setp.lt.u32 early, now, n; @early bra again; "
+    "mov.u32 $0, now; }"
+)
+
+
+@triton.jit
+def start_out_of_step(CLOCKS: tl.constexpr, FIRST: tl.constexpr):
+    """Hold each but the first program of a multiprocessor back by CLOCKS after the one before it.
+
+    Only the FIRST programs of the grid, those that start together: a later one starts when an earlier one ends.
+    """
+    if tl.program_id(0) < FIRST:
+        tl.inline_asm_elementwise(_WAIT, "=r,r", [CLOCKS], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit
 def flash_attention_forward_kernel(
     q_src, k_src, v_src, o_dst, lse_ptr, cu_q_ptr, cu_k_ptr,
@@ -115,9 +137,11 @@ def flash_attention_forward_kernel(
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, left, right, scale_log2, scale, cap,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CAP: tl.constexpr, EVEN_N: tl.constexpr,
-    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, PRECISION: tl.constexpr,
+    VARLEN: tl.constexpr, USE_DESC: tl.constexpr, PRECISION: tl.constexpr, STAGGER: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head. `num_heads` counts the whole batch's heads, `heads` one batch row's."""
+    if STAGGER:
+        start_out_of_step(STAGGER, FIRST)
     tile, batch_head = tile_of(tl.program_id(0), num_tiles, num_heads, heads_per_section, HAS_RIGHT)
     batch = batch_head // heads
     head = batch_head % heads

@@ -47,7 +47,7 @@ class Config:
     the deterministic backward even when nobody asked: where one pass would not fit the registers, or is slower.
     `hopper` (a HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead,
     `hopper_backward` the one-pass backward. `beside` names those of the Triton backward's sums (dV, dK) that are issued
-    to run beside other work.
+    to run beside other work. `stagger` is (clocks, programs): so far apart the Triton forward's first programs start.
     """
 
     forward: Tile
@@ -59,12 +59,14 @@ class Config:
     hopper: Any = None
     hopper_backward: bool = False
     beside: tuple[str, ...] = ()
+    stagger: tuple[int, int] = (0, 0)
 
     def describe(self) -> str:
         """The choice in words, for a record."""
         source = "descriptors" if self.descriptors else "pointers"
         passes = "two passes" if self.two_passes else "one pass"
-        forward = f"triton, {source}, {self.forward}" if self.hopper is None else f"gluon, {self.hopper}"
+        late = f", {self.stagger[0]} clocks apart" if self.stagger[0] else ""
+        forward = f"triton, {source}, {self.forward}{late}" if self.hopper is None else f"gluon, {self.hopper}"
         passes += "".join(f", {name} beside" for name in self.beside)
         backward = "gluon" if self.hopper_backward else f"triton, {source}, {self.backward} in {passes}"
         return f"forward {forward}; backward {backward}"
@@ -245,6 +247,8 @@ def forward_launch(
         "heads_per_section": heads_per_section(problem, q, problem.heads, kv_bytes),
         **_row_strides(lse, problem.varlen),
         **_common(problem, tile, config),
+        "STAGGER": config.stagger[0],
+        "FIRST": config.stagger[1],
     }
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
         args |= _strides(name, tensor, problem.varlen)

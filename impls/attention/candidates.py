@@ -51,10 +51,20 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
 
 
 def _triton_forward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
-    return [
+    found = [
         Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile), share - 0.02 * causal, why)
         for tile, share, why in _FORWARD[head_dim]
     ]
+    if not causal and base.forward in _STAGGERED:  # under the mask programs differ in length and fall out of step
+        clocks, programs, share, why = _STAGGERED[base.forward]
+        config = replace(base, stagger=(clocks, programs * _multiprocessors()))
+        found.append(Candidate(f"triton {base.forward} out of step", "forward", head_dim, config, share, why))
+    return found
+
+
+def _multiprocessors() -> int:
+    """Of the device at hand; without one, of an H200."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
@@ -103,6 +113,11 @@ _FORWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
         (Tile(128, 64, 8, 2), 0.70, "one program a multiprocessor, two groups of warps"),
         (Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),
     ),
+}
+# By tile: clocks between the starts of a multiprocessor's programs (one tile's products alone), how many it holds.
+_STAGGERED = {
+    Tile(128, 64, 4, 2): (1024, 2, 0.82, "two programs out of step from the start, so that products meet a softmax"),
+    Tile(64, 64, 4, 3): (256, 3, 0.92, "three programs out of step from the start"),
 }
 
 _ONE_PASS = "one program, so exponentials and products alternate; dQ leaves by bulk reduction"
