@@ -96,12 +96,14 @@ def verify_(store: ReadStore = None, json: Json = False) -> None:
 
     done = verify(stores_to_read(store))
     if json:
-        print_json({"records": done.records, "findings": [finding.as_json() for finding in done.findings]})
+        findings = [finding.as_json() for finding in done.findings]
+        print_json({"records": done.records, "findings": findings, "judged_implausible": done.judged})
     else:
         for finding in done.findings:
             where = f"{finding.file}:{finding.line}" if finding.line else finding.file
             typer.echo(f"{where}: {finding.kind}: {finding.reason}")
-        typer.echo(f"{done.records} record(s) looked at, {len(done.findings)} finding(s)")
+        judged = f"; {done.judged} judged implausible when written, which count for nothing" if done.judged else ""
+        typer.echo(f"{done.records} record(s) looked at, {len(done.findings)} finding(s){judged}")
     if done.findings:
         raise typer.Exit(1)
 

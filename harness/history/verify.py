@@ -1,4 +1,8 @@
-"""Looks a whole store over: what cannot be read, what is there twice, and what cannot be true."""
+"""Looks a whole store over: what cannot be read, what is there twice, and what cannot be true.
+
+A record of status ``implausible`` has been judged when it was written: its figures are kept to be looked at and count
+for nothing, so that they are counted here and are no finding. A record that passed with such figures is one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ from harness.metric_names import METRICS
 
 #: Shares that no method of counting lets pass 1.
 AT_MOST_ONE: Final = ("mfu", "mbu", "cache_hit_rate", "failed_requests", "cache_waste")
-#: Only these statuses may carry figures.
-WITH_METRICS: Final = ("passed", "unsettled")
+#: Only these statuses may carry figures: those that were judged implausible are kept with what made them so.
+WITH_METRICS: Final = ("passed", "unsettled", "implausible")
 #: How far a speedup may lie outside the interval that its own latencies give: rounding, and medians of blocks.
 SPEEDUP_SLACK: Final = 0.02
 #: How far the latency may lie from the median of its own samples.
@@ -40,10 +44,11 @@ class Finding:
 
 @dataclass
 class Verified:
-    """What was looked at and found."""
+    """What was looked at and found. judged: records that the harness itself marked implausible."""
 
     records: int
     findings: list[Finding]
+    judged: int = 0
 
 
 def verify(stores: Iterable[Store]) -> Verified:
@@ -53,7 +58,7 @@ def verify(stores: Iterable[Store]) -> Verified:
         StoreError: a store cannot be listed.
     """
     findings: list[Finding] = []
-    records = 0
+    records = judged = 0
     first_place: dict[str, str] = {}
     for store in stores:
         damage: list[Damage] = []
@@ -63,6 +68,7 @@ def verify(stores: Iterable[Store]) -> Verified:
             label = store.label(file)
             for number, record in lines:
                 records += 1
+                judged += record["type"] == "measurement" and record["status"] == "implausible"
                 place = f"{label}:{number}"
                 earlier = first_place.setdefault(str(record["id"]), place)
                 if earlier != place:
@@ -80,7 +86,7 @@ def verify(stores: Iterable[Store]) -> Verified:
             for label, count in synthetic.items()
         )
         findings.extend(Finding(_kind(item), item.file, item.line, item.reason) for item in damage)
-    return Verified(records, sorted(findings, key=lambda f: (f.file, f.line, f.kind)))
+    return Verified(records, sorted(findings, key=lambda f: (f.file, f.line, f.kind)), judged)
 
 
 def _by_file(store: Store, damage: list[Damage]) -> Iterator[tuple[str, list[tuple[int, dict[str, Any]]]]]:
@@ -113,7 +119,7 @@ def _misplaced(file: str, record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def implausible(record: Mapping[str, Any]) -> Iterator[str]:
-    """What about a sound record cannot be true, one reason at a time."""
+    """What about a sound record cannot be true, one reason at a time; of a judged one only its form."""
     yield from _time_problems(record)
     if record["type"] != "measurement":
         return
@@ -122,6 +128,10 @@ def implausible(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"status {record['status']} with metrics {', '.join(sorted(metrics))}"
     if record["status"] == "passed" and not metrics and record.get("samples"):
         yield "passed, with samples but no metrics"
+    for name, entry in metrics.items():
+        yield from _metric_form(name, entry)
+    if record["status"] == "implausible":
+        return
     for name, entry in metrics.items():
         yield from _metric_problems(name, entry)
     values = [v for v in (record.get("samples") or {}).get("values") or [] if isinstance(v, (int, float))]
@@ -148,13 +158,18 @@ def _time_problems(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"time {record['time']!r} lies ahead"
 
 
-def _metric_problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
-    value, row = float(entry["value"]), METRICS.get(name)
+def _metric_form(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    row = METRICS.get(name)
     if row is None:
         yield f"metric {name!r} is unknown"
-        return
-    if entry["better"] != row.better:
+    elif entry["better"] != row.better:
         yield f"{name} says {entry['better']} is better, the table says {row.better}"
+
+
+def _metric_problems(name: str, entry: Mapping[str, Any]) -> Iterator[str]:
+    value = float(entry["value"])
+    if name not in METRICS:
+        return
     if not math.isfinite(value) or value < 0 or (value == 0 and name in ("latency", "speedup", "throughput")):
         yield f"{name} is {value}"
     if name in AT_MOST_ONE and value > 1:
@@ -179,6 +194,8 @@ def inconsistent_speedups(lines: Iterable[tuple[int, Mapping[str, Any]]]) -> Ite
     for number, record in found:
         metrics = record.get("metrics") or {}
         base = baselines.get(key(record))
+        if record["status"] == "implausible":
+            continue
         if base is None or "speedup" not in metrics or "latency" not in metrics or metrics["latency"]["value"] <= 0:
             continue
         expected = base["value"] / metrics["latency"]["value"]

@@ -81,6 +81,27 @@ def test_a_speedup_that_its_latencies_contradict(tmp_path: Path, make_record: Ma
     assert "contradicts" in findings[0].reason
 
 
+def test_what_was_judged_implausible_is_counted_and_what_passed_so_is_a_finding(
+    tmp_path: Path, make_record: Make, write_run: Write, app: typer.Typer
+) -> None:
+    beyond = {"metrics": {"mbu": metric("mbu", 2.3)}, "samples": {"values": [1e-3] * 3}}
+    judged = make_record(0, status="implausible", reason="bandwidth above the datasheet's", **beyond)
+    write_run(tmp_path, "r1", [judged])
+    done = CliRunner().invoke(app, ["history", "verify", "--store", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "0 finding(s); 1 judged implausible" in done.output
+    renamed = {**judged, "id": "r2-0", "run": "r2", "metrics": {"speed": metric("mbu", 2.3)}}
+    write_run(tmp_path, "r2", [renamed, make_record(1, run="r2", **beyond)])
+    found = verify([Store(tmp_path)])
+    assert found.judged == 2
+    assert [(f.line, f.reason) for f in found.findings] == [
+        (1, "metric 'speed' is unknown"),
+        (2, "mbu is 2.3, above 1"),
+    ]
+    done = CliRunner().invoke(app, ["history", "verify", "--store", str(tmp_path), "--json"])
+    assert (done.exit_code, json.loads(done.output)["judged_implausible"]) == (1, 2)
+
+
 def test_damage_duplicates_and_misplaced_files(
     tmp_path: Path, make_record: Make, write_run: Write, app: typer.Typer
 ) -> None:
