@@ -96,6 +96,12 @@ def techniques() -> dict[str, Technique]:
     return found
 
 
+def taken_by(name: str, root: Path) -> list[Path]:
+    """The files that give a technique this name where ``root`` is the checkout: its own, and other packages'."""
+    own = _in_folder(root / "impls")
+    return [technique.path for technique in (*own, *_foreign()) if technique.name == name]
+
+
 def find(name: str) -> Technique:
     """The technique of that name.
 
@@ -140,13 +146,17 @@ def workloads_of(technique: Technique) -> list[Workload]:
 def _own() -> Iterator[Technique]:
     spec = importlib.util.find_spec("impls")
     for root in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(root).glob("*/*.py")):
-            family, name = path.parent.name, path.stem
-            if name.startswith("_"):
-                continue
-            technique = read_source(path, family, f"impls.{family}.{name}")
-            if technique is not None:
-                yield technique
+        yield from _in_folder(Path(root))
+
+
+def _in_folder(impls: Path) -> Iterator[Technique]:
+    for path in sorted(impls.glob("*/*.py")):
+        family, name = path.parent.name, path.stem
+        if name.startswith("_"):
+            continue
+        technique = read_source(path, family, f"impls.{family}.{name}")
+        if technique is not None:
+            yield technique
 
 
 def _foreign() -> Iterator[Technique]:

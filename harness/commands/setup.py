@@ -38,6 +38,7 @@ def new(
 ) -> None:
     """Writes a technique that runs and passes its test as generated: a pair, its workloads, ready to be changed."""
     from harness.commands.template import PAIR_TEMPLATE, SUITE_TEMPLATE
+    from harness.discover import taken_by
 
     for what, value in (("technique", name), ("family", family)):
         if not re.fullmatch(r"[a-z][a-z0-9_]*", value):
@@ -46,6 +47,10 @@ def new(
         raise UsageError(
             f"{root.resolve()} is no checkout of pairbench: it has no impls and suites; name one with --root"
         )
+    others = taken_by(name, root)
+    if others:
+        where = " and ".join(str(path) for path in others)
+        raise UsageError(f"a technique called {name!r} is in {where} already, and names are unique over all families")
     camel = "".join(word.capitalize() for word in name.split("_"))
     files = {
         root / "impls" / family / f"{name}.py": PAIR_TEMPLATE.replace("NAME", name),

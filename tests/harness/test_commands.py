@@ -1,0 +1,71 @@
+"""What single commands say and exit with, in this process: bad use, damage, and what is not here."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import cli, discover
+
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def pairbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Main]:
+    """Runs the command line; gives its exit code and what it wrote to both outputs."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(*args: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["pairbench", *args])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The rooms that ``new`` writes to, with a technique in one family."""
+    for room in ("impls", "suites"):
+        (tmp_path / room / "fusion").mkdir(parents=True)
+    source = Path(discover.find("add_rms_norm").path)
+    (tmp_path / "impls" / "fusion" / "add_rms_norm.py").write_text(source.read_text())
+    return tmp_path
+
+
+def _files(folder: Path) -> set[Path]:
+    return {p for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("family", ["other", "fusion"])
+def test_new_refuses_the_name_of_a_technique_of_any_family(pairbench: Main, checkout: Path, family: str) -> None:
+    before = _files(checkout)
+    code, _, err = pairbench("new", "add_rms_norm", "--family", family, "--root", str(checkout))
+    assert code == 2
+    assert str(checkout / "impls" / "fusion" / "add_rms_norm.py") in err
+    assert _files(checkout) == before
+
+
+def test_new_refuses_the_name_of_another_packages_technique(
+    pairbench: Main, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "toys"))
+    before = _files(checkout)
+    code, _, err = pairbench("new", "toy_serve", "--root", str(checkout))
+    assert code == 2
+    assert "toy_serve.py" in err
+    assert _files(checkout) == before
+
+
+def test_new_writes_a_name_that_is_free(pairbench: Main, checkout: Path) -> None:
+    code, out, _ = pairbench("new", "my_idea", "--family", "other", "--root", str(checkout))
+    assert code == 0
+    assert str(checkout / "impls" / "other" / "my_idea.py") in out
