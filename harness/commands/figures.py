@@ -6,7 +6,8 @@ A place for figures is a pair of HTML comments; what stands between them is repl
     <!-- end figures -->
 
 Each condition is ``key=value`` over the record's plain keys (``gpu``, ``technique``, ``workload``, ``tier``,
-``variant``, ``dtype``); the newest passed record of each technique, workload, variant and GPU type is shown.
+``variant``, ``dtype``); the newest passed record of each technique, workload, variant and GPU type is shown. Records of
+a dirty tree count for nothing, so they are left out: what was measured there cannot be measured again.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ def fill(text: str, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str, Any]]:
-    """The newest passed record of each technique, workload, variant and GPU type that meets the conditions."""
+    """The newest record that counts (passed, clean tree) of each technique, workload, variant and GPU type.
+
+    Raises:
+        UsageError: a condition that is not ``key=value``.
+    """
     conditions = {}
     for part in shlex.split(query):
         key, sign, value = part.partition("=")
@@ -87,7 +92,9 @@ def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str
         conditions[key] = value
     newest: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for record in records:
-        if record["status"] != "passed" or any(str(record.get(k)) != v for k, v in conditions.items()):
+        if record["status"] != "passed" or record["dirty"] is not False:
+            continue
+        if any(str(record.get(k)) != v for k, v in conditions.items()):
             continue
         key_of = tuple(str(record[k]) for k in ("gpu", "technique", "workload", "variant"))
         if key_of not in newest or record["time"] >= newest[key_of]["time"]:
@@ -100,7 +107,7 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
     from harness.tables import amount, interval, latency, seconds, share, size
 
     if not records:
-        return "No record of this is in the committed history yet.\n"
+        return "No record of this that passed on a clean tree is in the committed history yet.\n"
     lines = [
         "| GPU type | technique | workload | variant | latency | over baseline | over best one-liner "
         "| throughput | peak memory | reached | run |",
@@ -120,7 +127,7 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
             amount(rate["value"], rate["unit"]) if rate else "–",
             size(memory["value"]) if memory else "–",
             share(r),
-            f"{r['run']} at {(r['commit'] or 'no commit')[:10]}{' dirty' if r['dirty'] else ''}",
+            f"{r['run']} at {(r['commit'] or 'no commit')[:10]}",
         ]
         lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -109,6 +110,12 @@ def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[M
     first = next(r for r in records if r["run"] == run)
     commit = (first["commit"] or "no commit")[:12] + (" dirty" if first["dirty"] else "")
     out.print(f"run {run} on {first['gpu']} ({first['machine']}), {commit}, {first['time']}", markup=False)
+    argv = (first.get("asked") or {}).get("argv") or []
+    if argv:
+        program = (
+            "" if argv[0] == "asv" else "pairbench "
+        )  # under asv the suite of a technique asks, as `asv TECHNIQUE`
+        out.print(f"asked: {program}{shlex.join(map(str, argv))}", markup=False)
     for record in records:
         if record["run"] == run and record["type"] == "sentinel" and record.get("moved"):
             out.print(f"warning: the machine moved during this run: {record['reason']}", markup=False, style="yellow")

@@ -1,0 +1,57 @@
+"""Figures in README and docs come from records that count, and from nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from harness.commands.figures import fill
+from harness.commands.inspect import _print_run
+from harness.errors import UsageError
+from harness.record import metric
+
+PLACE = "before\n<!-- figures: technique=t -->\nold\n<!-- end figures -->\nafter\n"
+
+
+def record(run: str, seconds: float, **more: Any) -> dict[str, Any]:
+    plain = {"gpu": "h200", "technique": "t", "workload": "w", "variant": "optimized", "dtype": "float32"}
+    place = {"run": run, "commit": run[-1] * 40, "time": run, "dirty": False, "status": "passed"}
+    return {**plain, **place, "metrics": {"latency": metric("latency", seconds, seconds, seconds)}, **more}
+
+
+def test_the_newest_record_of_a_clean_tree_is_shown() -> None:
+    records = [record("2026a", 1e-3), record("2026b", 2e-3), record("2026c", 3e-3, dirty=True)]
+    filled = fill(PLACE, records)
+    assert "2 ms" in filled
+    assert f"2026b at {'b' * 10} |" in filled
+    assert "2026a" not in filled
+    assert "2026c" not in filled
+    assert filled.startswith("before\n")
+    assert filled.endswith("after\n")
+    assert fill(filled, records) == filled
+
+
+@pytest.mark.parametrize("more", [{"dirty": True}, {"dirty": None}, {"status": "unsettled"}, {"technique": "other"}])
+def test_a_place_without_a_record_that_counts_says_so(more: dict[str, Any]) -> None:
+    filled = fill(PLACE, [record("2026a", 1e-3, **more)])
+    assert "No record of this that passed on a clean tree" in filled
+    assert "2026a" not in filled
+
+
+def test_a_condition_of_no_known_form_is_named() -> None:
+    with pytest.raises(UsageError, match="'gpu' is not key=value"):
+        fill(PLACE.replace("technique=t", "gpu"), [])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["run", "t", "--set", "a=b c"], "asked: pairbench run t --set 'a=b c'"),
+        (["asv", "t"], "asked: asv t"),
+    ],
+)
+def test_show_prints_the_command_that_was_asked(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"type": "run", "run": "r1", "gpu": "h200", "machine": "m", "commit": None, "dirty": False, "time": "now"}
+    _print_run([{**first, "asked": {"argv": argv}}], "r1", [])
+    assert said in capsys.readouterr().out
