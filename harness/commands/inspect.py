@@ -74,13 +74,15 @@ def show(
 
     reading = read_all(stores_to_read(store))
     records = list(reading)
-    chosen = _choose_run(records, run)
-    found = [r for r in records if r["run"] == chosen and r["type"] == "measurement"]
-    if technique is not None:
-        known = {r["technique"] for r in found}
-        if technique not in known:
-            raise unknown(f"technique in run {chosen}", technique, known)
-        found = [r for r in found if r["technique"] == technique]
+    if not records and reading.damage:
+        raise DamagedStore(describe(reading.damage, nothing_left=True))
+    try:
+        chosen = _choose_run(records, run)
+        found = _choose_technique(records, chosen, technique)
+    except UsageError as err:
+        if not reading.damage:
+            raise
+        raise UsageError(f"{err}\n{describe(reading.damage)}") from None  # it may be in what could not be read
     if json:
         options.print_json(found)
     else:
@@ -101,6 +103,16 @@ def _choose_run(records: Sequence[Mapping[str, Any]], run: str | None) -> str:
             raise UsageError(f"run {run!r} is ambiguous: {', '.join(matching[:10])}")
         raise unknown("run", run, runs)
     return matching[0]
+
+
+def _choose_technique(records: Sequence[Mapping[str, Any]], run: str, technique: str | None) -> list[Mapping[str, Any]]:
+    found = [r for r in records if r["run"] == run and r["type"] == "measurement"]
+    if technique is None:
+        return found
+    known = {r["technique"] for r in found}
+    if technique not in known:
+        raise unknown(f"technique in run {run}", technique, known)
+    return [r for r in found if r["technique"] == technique]
 
 
 def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[Mapping[str, Any]]) -> None:

@@ -206,7 +206,8 @@ def export(
     damage: list[Any] = []
     records = list(exchange_out.chosen(stores_to_read(store), damage, technique, gpu, run, commit))
     if not records:
-        raise UsageError("no record to export: the history is empty, or nothing matches the options")
+        lost = f"\n{describe(damage)}" if damage else ""
+        raise UsageError(f"no record to export: the history is empty, or nothing matches the options{lost}")
     if format_ == "asv":
         assert output is not None
         written = exchange_asv.write_asv(records, output)

@@ -70,13 +70,14 @@ class Reading:
             raise DamagedStore(describe(self.damage))
 
 
-def describe(damage: Iterable[Damage]) -> str:
-    """A message that lists the damage, one a line."""
+def describe(damage: Iterable[Damage], nothing_left: bool = False) -> str:
+    """A message that lists the damage, one a line. nothing_left: there was not one record beside it."""
     found = list(damage)
+    rest = "and it holds no record beside" if nothing_left else "the rest was"
     lines = [f"  {item}" for item in found[:SHOWN]]
     if len(found) > SHOWN:
         lines.append(f"  … and {len(found) - SHOWN} more; 'pairbench history verify' lists them all")
-    return "\n".join([f"{len(found)} part(s) of the history could not be read; the rest was:", *lines])
+    return "\n".join([f"{len(found)} part(s) of the history could not be read; {rest}:", *lines])
 
 
 class Store:

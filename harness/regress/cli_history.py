@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,10 +27,14 @@ def register(app: typer.Typer) -> None:
 
 
 def open_for(store: str | None, branch: str) -> Any:
-    """The history that a command looks at, ordered by the repository at hand."""
+    """The history that a command looks at, ordered by the repository at hand.
+
+    Raises:
+        DamagedStore: there is damage and not one record beside it.
+    """
     from harness.history.engine import open_history
     from harness.history.order import find_order_repository
-    from harness.history.store import stores_to_read
+    from harness.history.store import describe, stores_to_read
 
     stores = stores_to_read(store)
 
@@ -38,6 +44,8 @@ def open_for(store: str | None, branch: str) -> Any:
             print(f"\rindexing the history: {done / max(total, 1):.0%}", end=end, file=sys.stderr, flush=True)
 
     history = open_history(stores, find_order_repository(), branch, progress)
+    if history.damage and not history.rows("SELECT 1 FROM records LIMIT 1"):
+        raise DamagedStore(describe(history.damage, nothing_left=True))
     if history.order.reason is not None and history.order.places:
         print(f"pairbench: note: {history.order.reason}", file=sys.stderr)
     off = {word: sum(p.standing == word for p in history.order.places.values()) for word in ("orphan", "elsewhere")}
@@ -53,6 +61,19 @@ def end_on_damage(history: Any) -> None:
 
     if history.damage:
         raise DamagedStore(describe(history.damage))
+
+
+@contextlib.contextmanager
+def looked_up(history: Any) -> Iterator[None]:
+    """What is not found within may stand in a part of the store that could not be read: the error names that too."""
+    from harness.history.store import describe
+
+    try:
+        yield
+    except UsageError as err:
+        if not history.damage:
+            raise
+        raise UsageError(f"{err}\n{describe(history.damage)}") from None
 
 
 def regressions(
@@ -95,8 +116,9 @@ def regressions(
         if word not in FAIL_ON:
             raise unknown("verdict to fail on", word, FAIL_ON)
     history = open_for(store, branch)
-    _check_filters(history, technique=technique, gpu=gpu, variant=variant, metric=metric)
-    pinned = select(history, reference).filters.get("commit") if reference is not None else None
+    with looked_up(history):
+        _check_filters(history, technique=technique, gpu=gpu, variant=variant, metric=metric)
+        pinned = select(history, reference).filters.get("commit") if reference is not None else None
     if reference is not None and pinned is None:
         raise UsageError(f"--reference {reference}: give a commit, branch or tag")
     if acknowledged is not None and not acknowledged.is_file():
@@ -172,8 +194,9 @@ def compare(
     from harness.regress.compare import compare as compare_
 
     history = open_for(store, branch)
-    _check_filters(history, technique=technique, gpu=gpu)
-    done = compare_(history, a, b, metric, technique=technique, gpu=gpu)
+    with looked_up(history):
+        _check_filters(history, technique=technique, gpu=gpu)
+        done = compare_(history, a, b, metric, technique=technique, gpu=gpu)
     if json:
         print_json(done.as_json())
     elif markdown:
@@ -201,13 +224,15 @@ def bisect(
     from harness.regress.bisect import plan, shown
 
     history = open_for(store, branch)
-    task = plan(history, series, good, bad, runs, commit)
+    with looked_up(history):
+        task = plan(history, series, good, bad, runs, commit)
     if dry_run:
         if json:
             print_json({"series": task.key.text, "good": task.good, "bad": task.bad, "old": task.old, "new": task.new,
                         "commands": shown(task)})  # fmt: skip
         else:
             typer.echo("\n".join(shown(task)))
+        end_on_damage(history)
         return
     assert history.repository is not None
     found = bisect_(history.repository, task, lambda line: print(line, file=sys.stderr))
@@ -215,3 +240,4 @@ def bisect(
         print_json({"series": task.key.text, "commit": found.commit, "subject": found.subject, "steps": found.steps})
     else:
         typer.echo(f"{found.commit} {found.subject}")
+    end_on_damage(history)

@@ -45,6 +45,45 @@ def _files(folder: Path) -> set[Path]:
     return {p for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.fixture(params=["newer", "garbage", "torn"])
+def unreadable(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, str]:
+    """A store without one sound record: its folder, where the damage is, and a word that says what it is."""
+    store = tmp_path / "store"
+    (store / "H200").mkdir(parents=True)
+    file = store / "H200" / "20260101T000000Z-aaaaaaaa.jsonl"
+    if request.param == "newer":
+        file.write_text('{"schema": 99, "type": "measurement"}\n' * 2)
+        return str(store), f"{file.name}:2", "upgrade pairbench"
+    if request.param == "torn":
+        file.write_text('{"schema": 1, "type"')
+        return str(store), f"{file.name}:1", "breaks off"
+    (store / "H200" / "garbage.bin").write_bytes(bytes(range(256)))
+    return str(store), "garbage.bin", "not a file of the history"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("show",), ("show", "2026"), ("show", "--json"), ("regressions",), ("regressions", "--technique", "kv_cache"),
+     ("compare", "a1", "b1"), ("bisect", "kv_cache"), ("export", "csv")],
+)  # fmt: skip
+def test_a_store_with_nothing_but_damage_is_not_called_empty(
+    pairbench: Main, unreadable: tuple[str, str, str], command: tuple[str, ...]
+) -> None:
+    store, where, word = unreadable
+    code, out, err = pairbench(*command, "--store", store)
+    assert code in (1, 2)
+    assert where in err
+    assert word in err
+    assert "'pairbench run' makes a first record" not in err
+    assert out == ""
+
+
+def test_an_empty_store_is_called_empty(pairbench: Main, tmp_path: Path) -> None:
+    code, _, err = pairbench("show", "--store", str(tmp_path))
+    assert code == 2
+    assert "the history is empty" in err
+
+
 @pytest.mark.parametrize("family", ["other", "fusion"])
 def test_new_refuses_the_name_of_a_technique_of_any_family(pairbench: Main, checkout: Path, family: str) -> None:
     before = _files(checkout)

@@ -306,6 +306,10 @@ def test_damage_is_reported_after_the_verdicts(world: Any, app: typer.Typer, in_
     assert "too few runs" in done.stdout
     assert isinstance(done.exception, DamagedStore)
     assert "torn.jsonl:1" in str(done.exception)
+    for command in (["regressions", "--technique", "gone"], ["compare", "gone", "HEAD"], ["bisect", "gone"]):
+        done = CliRunner().invoke(app, [*command, "--store", str(world.store)])
+        assert isinstance(done.exception, UsageError)
+        assert "torn.jsonl:1" in str(done.exception), "what was not found may be in what could not be read"
 
 
 def test_an_empty_history_says_what_to_do(world: Any, app: typer.Typer, in_world: Callable[[], None]) -> None:
