@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.errors import StoreError
-from harness.history.store import data_folder
+from harness.history.store import data_folder, require_writable
 
 #: Changes whenever the way of measuring ceilings changes what they mean; older calibrations are then measured anew.
 CEILING_METHOD = 1
@@ -78,6 +78,18 @@ def save_ceilings(ceilings: Ceilings, folder: Path | None = None) -> Path:
     """
     target, what = gpu_folder(ceilings.gpu, folder), f"ceilings of {ceilings.gpu}"
     return write_new(target, safe_name(ceilings.machine), ceilings.time, ceilings.as_dict(), what)
+
+
+def require_room(key: MachineKey, always: bool = False) -> None:
+    """Finds out, before anything is measured, whether what this machine reaches can be kept.
+
+    always: it is measured though ceilings are known.
+
+    Raises:
+        StoreError: it would be measured, and the folder cannot be written; names the folder and the way out.
+    """
+    if always or load_ceilings(key)[0] is None:
+        require_writable(gpu_folder(key.gpu), "the ceilings of this machine")
 
 
 def write_new(target: Path, stem: str, time: str, values: Mapping[str, Any], what: str) -> Path:

@@ -14,11 +14,12 @@ from harness.assemble import Facts
 from harness.ceilings import machine_key
 from harness.devices import Found, lookup
 from harness.errors import StoreError, UsageError
-from harness.history.store import Store, default_store
+from harness.history.store import Store, default_store, require_writable
 from harness.launch import launch
 from harness.link_curve import LEAST_POINTS
 from harness.link_store import LinkKey, keep_curves, load_curves
 from harness.machine import Machine
+from harness.machine_store import require_room
 from harness.metric_names import METRICS
 from harness.plan import Item, Request, make_plan
 from harness.provenance import provenance
@@ -99,6 +100,10 @@ class Session:
         where = provenance(options.device)
         run = new_run_id()
         keep = options.keep and self.leads
+        if keep and options.store is None:
+            require_writable(default_store(), "your records")
+        if options.timing and self.leads:
+            require_room(machine_key(where), always=any(i.ranks > 1 for i in items))  # ranks: curves of their link
         sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if keep else NoSink()
         machine = self.watch(options.device, where, self.reporter)
         facts = Facts(

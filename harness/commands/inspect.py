@@ -153,10 +153,12 @@ def machine(
     from harness.ceilings import machine_key
     from harness.link_store import LinkKey, load_curves
     from harness.machine import ceilings_of
+    from harness.machine_store import require_room
     from harness.provenance import provenance
 
     chosen = options.device(device)
     where = provenance(chosen)
+    require_room(machine_key(where), always=recalibrate)
     found = ceilings_of(chosen, where, recalibrate=recalibrate)
     curves, problems = load_curves(LinkKey(machine_key(where)))
     kept = [curves[which] for which in sorted(curves)]

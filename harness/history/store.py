@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,6 +217,23 @@ def data_folder() -> Path:
         return Path(named).expanduser()
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "pairbench"
+
+
+def require_writable(folder: Path, what: str) -> None:
+    """Makes a folder of the user's data, and finds out now whether ``what`` can be kept in it.
+
+    Raises:
+        StoreError: it cannot be written; names the folder and the way out.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".pairbench-"):
+            pass
+    except OSError as err:
+        raise StoreError(
+            f"{folder} cannot be written ({err.strerror}), and {what} are kept there: "
+            "set PAIRBENCH_DATA to a folder that can be written"
+        ) from err
 
 
 def default_store() -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness import cli, discover
+from harness.errors import MachineUnfit
 
 Main = Callable[..., tuple[int, str, str]]
 
@@ -82,6 +83,63 @@ def test_an_empty_store_is_called_empty(pairbench: Main, tmp_path: Path) -> None
     code, _, err = pairbench("show", "--store", str(tmp_path))
     assert code == 2
     assert "the history is empty" in err
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the commands would have measured, by name; nothing is."""
+    done: list[str] = []
+
+    def measures(name: str) -> Callable[..., object]:
+        def stand_in(*_: object, **__: object) -> object:
+            done.append(name)
+            raise MachineUnfit(f"{name} was reached")
+
+        return stand_in
+
+    monkeypatch.setattr("harness.machine.probe", measures("machine"))
+    monkeypatch.setattr("harness.runner.launch", measures("technique"))
+    return done
+
+
+@pytest.mark.parametrize("place", ["/proc/pairbench", "file/below"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("machine",),
+        ("machine", "--recalibrate"),
+        ("run", "add_rms_norm"),
+        ("run", "add_rms_norm", "--no-store"),
+        ("run", "add_rms_norm", "--store", "STORE"),
+    ],
+)
+def test_a_data_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    pairbench: Main,
+    measured: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    place: str,
+    command: tuple[str, ...],
+) -> None:
+    (tmp_path / "file").write_text("a file is no folder")
+    folder = str(tmp_path / place)  # an absolute place stays as it is
+    monkeypatch.setenv("PAIRBENCH_DATA", folder)
+    args = [a.replace("STORE", str(tmp_path / "store")) for a in command]
+    code, _, err = pairbench(*args, "--device", "cpu")
+    assert code == 2
+    assert folder in err
+    assert "set PAIRBENCH_DATA" in err
+    assert measured == []
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_data_folder_that_can_be_written_is_made(
+    pairbench: Main, measured: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAIRBENCH_DATA", str(tmp_path / "new" / "data"))
+    code, _, _ = pairbench("run", "add_rms_norm", "--device", "cpu")
+    assert code == 3  # the stand-in was reached
+    assert measured == ["machine"]
 
 
 @pytest.mark.parametrize("family", ["other", "fusion"])
