@@ -29,7 +29,7 @@ from harness.errors import PairbenchError
 from harness.job import Events, MeasureJob
 from harness.pair import Context, Inputs, Pair
 from harness.ranked import Agreement, RankedClock
-from harness.requires import interpreted, unmet
+from harness.requires import why_not
 from harness.sampling import MIN_SAMPLES, Lane, Plan, Series, sample_all
 from harness.workload import Workload
 
@@ -77,13 +77,7 @@ class Measurement:
         here = here_of(self.device, self.agreement.world)
         for entry in self.entries:
             skip = self.job.skip.get(f"{self.workload.name}/{entry.name}")
-            reason = skip or unmet(entry.variant.requires, here)
-            if reason is None and entry.variant.compiled and self.workload.tier == "smoke":
-                reason = "compilation is not part of the smoke tier"
-            if reason is None and entry.variant.supports is not None:
-                reason = entry.variant.supports(self.workload)
-            if reason is None and self.job.timing and interpreted(entry.variant.requires, here):
-                reason = "a Triton kernel on a CPU runs through the interpreter, whose time is not performance"
+            reason = skip or why_not(entry.variant, self.workload, here, self.job.timing)
             if reason is not None:
                 entry.end("skipped", reason)
 

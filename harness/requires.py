@@ -9,8 +9,13 @@ import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.errors import UsageError
+
+if TYPE_CHECKING:
+    from harness.pair import Variant
+    from harness.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,22 @@ class Here:
     ranks: int
     torch: tuple[int, int]
     capability: tuple[int, int] | None = None
+
+
+def why_not(variant: Variant, workload: Workload, here: Here, timing: bool) -> str | None:
+    """Why a variant is skipped on a workload here, or None. timing: it is to be timed, and not only checked.
+
+    Raises:
+        UsageError: a requirement of unknown form.
+    """
+    reason = unmet(variant.requires, here)
+    if reason is None and variant.compiled and workload.tier == "smoke":
+        reason = "compilation is not part of the smoke tier"
+    if reason is None and variant.supports is not None:
+        reason = variant.supports(workload)
+    if reason is None and timing and interpreted(variant.requires, here):
+        reason = "a Triton kernel on a CPU runs through the interpreter, whose time is not performance"
+    return reason or untold(variant.requires, here, (workload.dtype, variant.compute_dtype))
 
 
 def unmet(requires: Iterable[str], here: Here) -> str | None:
@@ -39,6 +60,20 @@ def unmet(requires: Iterable[str], here: Here) -> str | None:
 def interpreted(requires: Iterable[str], here: Here) -> bool:
     """Whether a variant would run through Triton's interpreter: right or wrong can be told there, speed cannot."""
     return here.device == "cpu" and "triton" in requires
+
+
+def untold(requires: Iterable[str], here: Here, dtypes: Iterable[str | None]) -> str | None:
+    """Why right and wrong cannot be told for a variant that would be interpreted, as a reason, or None.
+
+    The interpreter makes a bfloat16 by cutting bits off, and a GPU rounds to the nearest: its error is twice what the
+    same kernel has on a GPU, and leans to zero.
+    """
+    if interpreted(requires, here) and "bfloat16" in dtypes:
+        return (
+            "Triton's interpreter truncates bfloat16 where a GPU rounds, so right and wrong cannot be told: "
+            "check it with --set dtype=float16, or on a GPU"
+        )
+    return None
 
 
 def _unmet(requirement: str, here: Here) -> str | None:

@@ -5,7 +5,7 @@ from suites.pair_suite import PairSuite
 WORKLOADS = [
     {"name": "smoke_fwd", "tier": "smoke", "dtype": "float32", "rows": 512, "width": 576, "direction": "forward"},
     {"name": "smoke_bwd", "tier": "smoke", "dtype": "float32", "rows": 512, "width": 576, "direction": "backward"},
-    {"name": "smoke_odd", "tier": "smoke", "dtype": "bfloat16", "rows": 37, "width": 1001, "direction": "forward"},
+    {"name": "smoke_odd", "tier": "smoke", "dtype": "float16", "rows": 37, "width": 1001, "direction": "forward"},
     {"name": "4k_fwd", "tier": "quick", "dtype": "bfloat16", "rows": 16384, "width": 4096, "direction": "forward"},
     {"name": "4k_bwd", "tier": "quick", "dtype": "bfloat16", "rows": 16384, "width": 4096, "direction": "backward"},
     {"name": "8k_fwd", "tier": "full", "dtype": "bfloat16", "rows": 16384, "width": 8192, "direction": "forward"},

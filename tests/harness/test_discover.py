@@ -12,7 +12,7 @@ import pytest
 
 from harness import discover
 from harness.errors import UsageError
-from harness.requires import Here, interpreted, unmet
+from harness.requires import Here, interpreted, unmet, untold
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Here("cpu", 1, (2, 13))
@@ -127,3 +127,21 @@ def test_met_requirements_give_none_and_unknown_ones_raise() -> None:
     assert not interpreted(("triton",), gpu)
     with pytest.raises(UsageError, match="moonlight"):
         unmet(("moonlight",), HERE)
+
+
+def test_what_would_be_interpreted_in_bfloat16_has_a_reason_and_a_way_out() -> None:
+    reason = untold(("triton",), HERE, ("bfloat16", None))
+    assert reason is not None
+    assert "float16, or on a GPU" in reason
+    assert untold(("triton",), HERE, ("float32", "bfloat16")) == reason
+    assert untold(("triton",), HERE, ("float16", None)) is None
+    assert untold((), HERE, ("bfloat16", None)) is None
+    assert untold(("triton",), Here("cuda", 1, (2, 13), (9, 0)), ("bfloat16", None)) is None
+
+
+def test_no_smoke_workload_has_kernels_that_cannot_be_checked_on_a_cpu() -> None:
+    """The smoke tier is what machines without a GPU check: a kernel that is skipped there is checked nowhere."""
+    for technique in discover.techniques().values():
+        kernels = [v.name for v in technique.variants if untold(v.requires, HERE, ("bfloat16",)) is not None]
+        low = [w.name for w in discover.workloads_of(technique) if w.tier == "smoke" and w.dtype == "bfloat16"]
+        assert not (kernels and low), f"{technique.name}: {low} would leave {kernels} unchecked"

@@ -298,3 +298,16 @@ def test_what_was_loaded_to_be_timed_is_gone_before_the_second_check(tmp_path: P
     checked = held[-3:]  # the last loads of all are those of the second check, one variant at a time
     assert max(held) == 3
     assert checked == [1 + 1] * 3, held  # itself, and the oracle
+
+
+@pytest.mark.parametrize(("dtype", "status"), [("bfloat16", "skipped"), ("float16", "passed")])
+def test_a_kernel_that_the_interpreter_would_truncate_is_skipped_and_no_other(
+    tmp_path: Path, dtype: str, status: str
+) -> None:
+    pair = _pair(optimized=Variant(lambda x, y: (x * y).sum(), requires=("triton",)))
+    found = _events(
+        pair, {"name": "w", "tier": "smoke", "dtype": dtype, "direction": "forward"}, tmp_path, timing=False
+    )
+    assert found["baseline"]["status"] == "passed"
+    assert found["optimized"]["status"] == status
+    assert ("truncates bfloat16" in (found["optimized"]["reason"] or "")) == (status == "skipped")
