@@ -17,6 +17,12 @@ UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64"
 BASELINE_SLACK = 64.0
 #: Roundings allowed where the baseline did not fit, so that its own error is not known.
 WITHOUT_BASELINE = 4.0
+#: Sums are accumulated in float32 at least.
+ACCUMULATED = 2.0**-24
+#: Terms that a kernel may add one after another before it has to add in blocks: 2 ** 14 cost 2 ** -17 of the sum.
+IN_A_ROW = 1 << 14
+#: How far the worst of a few hundred sums may be beyond what is allowed in root mean square.
+OF_THE_LARGEST = 3.0
 #: In 16 bits a gradient's own rounding grows over layers and steps: 4 % was seen in bfloat16 after five steps of twelve
 #: layers that agree to 2e-6 in float32. A collective that is missing or doubled moves a gradient by half its size.
 RANKS_BOUND = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2.0**-4, "float16": 2.0**-7}
@@ -70,12 +76,14 @@ def judge(
     result: Mapping[str, Any],
     baseline: Mapping[str, Any] | None,
     is_baseline: bool = False,
+    gathered: int = 0,
 ) -> Verdict:
     """Judges a result by the pair's rule.
 
     oracle: the trusted result by name. result: the variant's. baseline: the baseline's own result on the same
     inputs, None when there is none (it did not fit), which leaves a bound of a few roundings. is_baseline: the result
     is the baseline's, whose own error sets the others' bound, so that it is held to a wide bound of its own.
+    gathered: elements of the largest input: a result of fewer elements sums over them (see :func:`sum_floor`).
     """
     verdict = Verdict(tolerance.rule)
     if tolerance.rule == "tokens":
@@ -84,9 +92,10 @@ def judge(
     if missing or extra:
         parts = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(extra)} too many"] * bool(extra)
         return verdict.fail("the result " + " and ".join(parts))
+    largest = max([gathered, *(t.numel() for t in oracle.values() if isinstance(t, torch.Tensor))])
     for name, truth in oracle.items():
         other = None if baseline is None else baseline.get(name)
-        _judge_tensor(verdict, tolerance, dtype, name, truth, result[name], other, is_baseline)
+        _judge_tensor(verdict, tolerance, dtype, name, truth, result[name], other, is_baseline, largest)
     return verdict
 
 
@@ -99,6 +108,7 @@ def _judge_tensor(
     got: torch.Tensor,
     baseline: torch.Tensor | None,
     is_baseline: bool,
+    largest: int,
 ) -> None:
     form = _form_problem(name, truth, got, baseline)
     if form is not None:
@@ -117,7 +127,7 @@ def _judge_tensor(
         verdict.fail(f"{name} is {place[1]} at {place[0]} where the oracle is {place[2]}")
         return
     errors = distance(truth, got)
-    rms_bound, max_bound = _bounds(tolerance, dtype, truth, errors, baseline, is_baseline)
+    rms_bound, max_bound = _bounds(tolerance, dtype, truth, errors, baseline, is_baseline, largest)
     entry = {"error": errors.rms, "bound": rms_bound, "error_max": errors.largest, "bound_max": max_bound}
     verdict.tensors[name] = entry
     shares = [(errors.rms, rms_bound, "root mean square"), (errors.largest, max_bound, "largest element")]
@@ -135,6 +145,7 @@ def _bounds(
     errors: Errors,
     baseline: torch.Tensor | None,
     is_baseline: bool,
+    largest: int,
 ) -> tuple[float, float]:
     if tolerance.rule == "lossy":
         if tolerance.bound is None:
@@ -144,12 +155,29 @@ def _bounds(
         relative = tolerance.bound or RANKS_BOUND.get(dtype, UNIT.get(dtype, 2.0**-8) * 4)
         return relative * errors.oracle_rms, math.inf
     one = UNIT.get(dtype, 2.0**-8) * errors.oracle_max
-    if is_baseline:
-        return BASELINE_SLACK * one, BASELINE_SLACK * one
-    if baseline is None:
-        return WITHOUT_BASELINE * one, WITHOUT_BASELINE * one
+    least = sum_floor(errors.oracle_rms, truth.numel(), largest, dtype)
+    if is_baseline or baseline is None:
+        wide = (BASELINE_SLACK if is_baseline else WITHOUT_BASELINE) * one
+        return max(wide, least), max(wide, OF_THE_LARGEST * least)
     own = distance(truth, baseline)
-    return max(2 * own.rms, one), max(2 * own.largest, one)
+    return max(2 * own.rms, one, least), max(2 * own.largest, one, OF_THE_LARGEST * least)
+
+
+def sum_floor(oracle_rms: float, elements: int, largest: int, dtype: str) -> float:
+    """Error that a sound kernel may have in a tensor whose elements are sums over a larger one.
+
+    One rounding of a sum of N = largest / elements terms added in float32 one after another costs u of what is summed
+    so far; over the N of them the roots of the squares add up to 0.3 u sqrt(N) of a sum of typical size (Higham, "The
+    Accuracy of Floating Point Summation", 1993, section 4, for random roundings). u sqrt(N) is three standard
+    deviations of that. The plain way, which sums pairwise, is far below; it is no measure where there are few elements,
+    each of which may be right by luck, nor of the typical size, which n elements give to one part in n.
+    N is at most ``IN_A_ROW``, so that the floor stays within 2 ** -15 of the tensor whatever its size.
+    """
+    if elements == 0 or largest <= elements:
+        return 0.0
+    terms = min(largest / elements, IN_A_ROW)
+    unit = min(ACCUMULATED, UNIT.get(dtype, ACCUMULATED))
+    return unit * math.sqrt(terms) * oracle_rms * (1 + 3 / elements)
 
 
 def distance(truth: torch.Tensor, got: torch.Tensor) -> Errors:

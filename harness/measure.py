@@ -167,7 +167,10 @@ class Measurement:
         scored = self.pair.tolerance.rule == "tokens" and self.workload.dtype in LOW_PRECISION
         if scored and hasattr(oracle_case, "score"):
             return judge_scored(oracle_case.score(result))
-        return judge(self.pair.tolerance, self.workload.dtype, truth, result, baseline, entry.name == "baseline")
+        tensors = [v for v in (self._inputs or {}).values() if isinstance(v, torch.Tensor)]
+        gathered = max((t.numel() for t in tensors), default=0)
+        first = entry.name == "baseline"
+        return judge(self.pair.tolerance, self.workload.dtype, truth, result, baseline, first, gathered)
 
     def _result(self, entry: Entry, inputs: Inputs, first: bool) -> Mapping[str, Any]:
         """Builds the case when it is not there, runs it on these inputs and gives a copy of what it found."""

@@ -78,7 +78,8 @@ class Tolerance:
 
     rule:
       ``same_precision``  error at most max(2 × the baseline's own error, u × the oracle's largest magnitude), as root
-                          mean square and in the largest element; u belongs to the workload's dtype.
+                          mean square and in the largest element; u belongs to the workload's dtype. Sums over many
+                          terms have a floor of their own (:func:`harness.check.sum_floor`).
       ``exact``           equal to the bit (what only moves data).
       ``lossy``           relative error in norm at most ``bound``.
       ``ranks``           relative norm per tensor at most 1e-5 in float32, 1e-12 in float64, against one process.

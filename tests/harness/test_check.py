@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness.check import judge, judge_scored
+from harness.check import UNIT, Verdict, judge, judge_scored, sum_floor
 from harness.pair import Tolerance
 
 SAME = Tolerance()
@@ -113,3 +113,52 @@ def test_a_verdict_is_json_even_when_its_bound_is_infinite() -> None:
 def test_empty_tensors_are_right() -> None:
     empty = {"out": torch.empty(0, 4, dtype=torch.float64)}
     assert judge(SAME, "float32", empty, {"out": torch.empty(0, 4)}, {"out": torch.empty(0, 4)}).passed
+
+
+def _one_after_another(terms: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(terms[0])
+    for row in terms:
+        total = total + row
+    return total
+
+
+def _judged(terms: torch.Tensor, found: torch.Tensor) -> Verdict:
+    """Judges a column sum against float64's; the plain way sums pairwise, and its error is by luck very small."""
+    truth = {"grad:weight": terms.double().sum(0)}
+    plain = {"grad:weight": terms.T.contiguous().sum(1)}
+    result = {"grad:weight": found.to(torch.float32)}
+    return judge(SAME, "float32", truth, result, plain, gathered=terms.numel())
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 6, 7, 9])
+def test_a_few_long_sums_may_be_added_up_in_any_order(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    wrong = 0
+    for _ in range(40):
+        terms = torch.randn(512, width, generator=generator)
+        wrong += not _judged(terms, _one_after_another(terms)).passed
+    # One element alone may be near zero, where nothing tells how large a sum is by habit.
+    assert wrong <= (3 if width == 1 else 1 if width == 2 else 0)
+
+
+@pytest.mark.parametrize("width", [1, 3, 7, 576])
+@pytest.mark.parametrize("rows", [64, 512, 8192])
+def test_few_elements_and_long_sums_hide_no_wrong_kernel(rows: int, width: int) -> None:
+    terms = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows + width))
+    sound = terms.double().sum(0)
+    assert _judged(terms, sound).passed
+    mutants = {
+        "a dropped row": terms[1:].double().sum(0),
+        "bfloat16 accumulation": _one_after_another(terms.bfloat16()),
+        "bfloat16 partial sums": terms.unflatten(0, (16, -1)).sum(1).bfloat16().double().sum(0),
+        "a wrong factor": sound * (1 + 2**-12),
+    }
+    passed = [name for name, found in mutants.items() if _judged(terms, found).passed]
+    assert not passed
+
+
+def test_the_floor_of_sums_stays_small_and_is_for_sums_in_their_own_precision() -> None:
+    assert sum_floor(1.0, 1, 1 << 40, "float32") <= 2**-15
+    assert sum_floor(1.0, 64, 64, "float32") == 0
+    assert sum_floor(1.0, 1, 1 << 40, "float64") <= 2**-44
+    assert sum_floor(1.0, 1, 1 << 40, "bfloat16") < UNIT["bfloat16"] / 64
