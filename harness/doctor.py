@@ -12,10 +12,9 @@ from typing import Literal
 
 from harness.devices import lookup
 from harness.doctor_facts import Facts, gather
+from harness.environment import TRITON_OF
 
 PYTHON, TORCH, TRITON = ((3, 11), (3, 14)), ((2, 11), (2, 14)), ((3, 6), (3, 9))
-#: torch → the Triton that it was built and tested with, where its metadata does not say (CPU builds).
-TRITON_OF: dict[tuple[int, int], tuple[int, int]] = {(2, 11): (3, 6), (2, 13): (3, 7)}
 #: CUDA major → the oldest Linux driver that runs it (CUDA toolkit release notes, minor version compatibility).
 DRIVER_OF = {12: 525, 13: 580}
 FREE_WARN, FREE_FAIL, SHM_LEAST = 2 << 30, 100 << 20, 1 << 30

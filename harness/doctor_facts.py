@@ -7,7 +7,6 @@ import importlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from harness.conditions import launch_root
 from harness.cpu_watch import own_tree
+from harness.environment import pinned
 from harness.gitfacts import GitFacts, git_facts, package_root
 from harness.history.store import default_store
 from harness.nvml import GpuIdentity, NoNvml, Nvml, open_nvml, visible_gpus
@@ -95,7 +95,7 @@ def gather(environ: Mapping[str, str] | None = None, nvml: Nvml | NoNvml | None 
         in_venv=sys.prefix != sys.base_prefix,
         has_ensurepip=util.find_spec("ensurepip") is not None,
         versions=versions(backend),
-        torch_wants_triton=_pin("torch", "triton"),
+        torch_wants_triton=pinned("torch", "triton"),
         torch_error=error,
         torch_bytecode=_bytecode_is_kept(),
         torch_cuda=cuda,
@@ -192,19 +192,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _pin(distribution: str, needs: str) -> str | None:
-    """The exact version of ``needs`` that a distribution requires, if it pins one."""
-    try:
-        requirements = metadata.requires(distribution) or []
-    except metadata.PackageNotFoundError:
-        return None
-    for requirement in requirements:
-        match = re.match(rf"{needs}\s*\(?==\s*([\w.]+)", requirement)
-        if match:
-            return match[1]
-    return None
 
 
 def _bytecode_is_kept(package: str = "torch") -> bool:
