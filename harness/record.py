@@ -4,7 +4,11 @@ A line is a JSON object. Its ``type`` says what it is:
 
 ``run``          first line of a run's file: what was asked, where, with what.
 ``measurement``  one variant on one workload.
-``sentinel``     the fixed product and copy, at the start and the end of a run.
+``sentinel``     the fixed product and copy, at the start and the end of a run; the last carries ``spent``.
+``end``          ``spent`` of a run that reads no sentinel at its end (a check; asv, whose neighbours share a reading).
+
+``spent`` is where the run's seconds went: ``total_s``, ``sampling_s``, ``energy_s``, ``check_s``, ``compile_s``,
+``memory_s``, and ``outside_share``, the share outside sampling, energy, checks and compilation (:mod:`harness.spent`).
 
 What one filters by is a plain key at the top of every line: ``schema``, ``method``, ``type``, ``id``, ``run``,
 ``time``, ``commit``, ``branch``, ``dirty``, ``gpu``, ``machine``. A measurement adds ``technique``, ``family``,
@@ -50,7 +54,7 @@ SCHEMA: Final = 1
 METHOD: Final = 1
 
 STATUSES: Final = ("passed", "wrong", "error", "oom", "timeout", "skipped", "implausible", "unsettled")
-TYPES: Final = ("run", "measurement", "sentinel")
+TYPES: Final = ("run", "measurement", "sentinel", "end")
 
 #: status → exit code of the command that met it.
 EXIT_CODES: Final[Mapping[str, int]] = {

@@ -30,6 +30,7 @@ from harness.serving.metrics import Slo
 from harness.serving.peer_runner import Peer, PeerRunner
 from harness.serving.sweep import RATE
 from harness.serving.workload_trace import trace_for
+from harness.spent import describe, spent
 from harness.world import Joined, detect_world, join
 
 
@@ -131,15 +132,18 @@ class Session:
             result.records = runner.records
             runner.run(items)
             verdict = machine.end() if options.timing else None
-            if verdict is not None:
-                sink.append({**facts.header("sentinel"), "when": "end", **verdict})
+            parts = spent(result.records, time.monotonic() - started)
+            if verdict is None:
+                sink.append({**facts.header("end"), "spent": parts})
+            else:
+                sink.append({**facts.header("sentinel"), "when": "end", **verdict, "spent": parts})
                 if verdict["moved"]:
                     self.reporter.warn(f"the machine moved during this run: {verdict['reason']}")
                     result.exit_code = 3
         finally:
             self.reporter.end()
             refused = _close(sink)
-        self._summary(result, time.monotonic() - started)
+        self._summary(result, parts)
         if refused is not None:
             raise refused
         return result
@@ -256,20 +260,14 @@ class Session:
             "ci": p["ci"],
         }
 
-    def _summary(self, result: Result, seconds: float) -> None:
+    def _summary(self, result: Result, parts: Mapping[str, float]) -> None:
         worst = max((EXIT_CODES[r["status"]] for r in result.records if not _unfitting_baseline(r)), default=0)
         result.exit_code = max(worst, result.exit_code) if worst != 1 else 1
         counts: dict[str, int] = {}
         for record in result.records:
             counts[record["status"]] = counts.get(record["status"], 0) + 1
         said = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing measured"
-        timed = sampling_seconds(result.records)
-        costs = [r.get("costs") or {} for r in result.records]
-        checked = sum(c.get("check_s", 0.0) + c.get("compile_s", 0.0) for c in costs)
-        rest = max(0.0, 1 - (timed + checked) / seconds)
-        outside = (
-            f"; {rest:.0%} of {seconds:.0f} s outside sampling, checks and compilation" if self.options.timing else ""
-        )
+        outside = f"; {describe(parts)}" if self.options.timing else ""
         self.reporter.note(f"run {result.run}: {said}{outside}")
         if counts.get("unsettled"):
             self.reporter.warn(
@@ -330,21 +328,3 @@ def _device_row(host: Mapping[str, Any]) -> Found | None:
 
 def _unfitting_baseline(record: Mapping[str, Any]) -> bool:
     return bool(record["status"] == "oom" and record["variant"] == "baseline")
-
-
-def sampling_seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds spent in timed spans: samples, and the runs whose energy is read.
-
-    The rest of a run is start-up, checks, compilation, memory passes and sentinels.
-    """
-    samples = sum((r.get("costs") or {}).get("sampling_s", 0.0) for r in _one_a_workload(records))
-    return float(samples + sum((r.get("costs") or {}).get("energy_s", 0.0) for r in records))
-
-
-def _one_a_workload(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The sampling time is that of the whole workload, and each of its records carries it."""
-    kept: dict[tuple[str, str, int], Mapping[str, Any]] = {}
-    for record in records:
-        if "sampling_s" in (record.get("costs") or {}):
-            kept[(record["technique"], record["workload"], record["ranks"])] = record
-    return list(kept.values())

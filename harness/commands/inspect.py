@@ -116,7 +116,8 @@ def _choose_technique(records: Sequence[Mapping[str, Any]], run: str, technique:
 
 
 def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[Mapping[str, Any]]) -> None:
-    from harness.tables import console, result_table
+    from harness.spent import describe
+    from harness.tables import console, result_table, seconds
 
     out = console()
     first = next(r for r in records if r["run"] == run)
@@ -132,6 +133,11 @@ def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[M
         if record["run"] == run and record["type"] == "sentinel" and record.get("moved"):
             out.print(f"warning: the machine moved during this run: {record['reason']}", markup=False, style="yellow")
     out.print(result_table(found))
+    parts = next((r["spent"] for r in records if r["run"] == run and r.get("spent")), None)
+    if parts is not None:
+        named = ((name.removesuffix("_s"), value) for name, value in parts.items() if name.endswith("_s"))
+        each = ", ".join(f"{name} {seconds(value) if value else '0 s'}" for name, value in named)
+        out.print(f"spent: {describe(parts)} ({each})", markup=False)
     rows = [r for r in found if r.get("predicted") and "speedup" in r["metrics"]]
     for r in rows:
         said, got = r["predicted"]["speedup"], r["metrics"]["speedup"]["value"]
