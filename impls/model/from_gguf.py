@@ -42,6 +42,7 @@ class GGUFSource:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.file: GGUFFile = read_gguf(path)
         stored = dict(self.file.tensors)
         divisors = stored.pop("rope_freqs.weight", None)
@@ -54,6 +55,9 @@ class GGUFSource:
             factors=tuple(_values(divisors).flatten().tolist()) if divisors else (),
         )
         self.tensors: dict[str, TensorInfo] = {decoder_name(info.stored_name): info for info in stored.values()}
+
+    def place(self, name: str) -> tuple[Path, str]:
+        return self.path, gguf_name(name)
 
     def read(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -70,6 +74,15 @@ def decoder_name(stored_name: str) -> str:
     if match and match[2] in _LAYER_NAMES:
         return f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}.weight"
     return _NAMES.get(stored_name, stored_name)
+
+
+def gguf_name(name: str) -> str:
+    """The name in a GGUF file of a tensor that the decoder knows by this one."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+    theirs = {ours: stored for stored, ours in _LAYER_NAMES.items()}
+    if match and match[2] in theirs:
+        return f"blk.{match[1]}.{theirs[match[2]]}.{match[3]}"
+    return {ours: stored for stored, ours in _NAMES.items()}.get(name, name)
 
 
 def split_halves(rows: Tensor, heads: int) -> Tensor:

@@ -33,12 +33,19 @@ class SafetensorsSource:
         self.folder = folder
         self.config = config_from_hf(folder / "config.json")
         self.tensors: dict[str, TensorInfo] = {}
-        for stored in _stored_tensors(folder):
+        self.listing, found = _stored_tensors(folder)
+        for stored in found:
             # Old checkpoints keep the rotary frequencies as a tensor; they follow from the configuration.
             if not stored.stored_name.endswith("rotary_emb.inv_freq"):
                 self.tensors[stored.stored_name.removeprefix("model.")] = stored
         if self.config.tie_word_embeddings and "lm_head.weight" in self.tensors:
             self._drop_tied_head()
+
+    def place(self, name: str) -> tuple[Path, str]:
+        """The index, which names no shard for it, or the only file; the name has the prefix of its neighbours."""
+        prefixed = any(info.stored_name.startswith("model.") for info in self.tensors.values())
+        stored_name = f"model.{name}" if prefixed and name != "lm_head.weight" else name
+        return self.listing, stored_name
 
     def read(self, name: str) -> Tensor:
         info = self.tensors[name]
@@ -68,16 +75,16 @@ class SafetensorsSource:
         del self.tensors["lm_head.weight"]
 
 
-def _stored_tensors(folder: Path) -> list[TensorInfo]:
+def _stored_tensors(folder: Path) -> tuple[Path, list[TensorInfo]]:
+    """What is stored, and the file that says so: the only one, or the index."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
-    if single.is_file():
-        return list(read_header(single).values())
-    if index.is_file():
-        return _sharded(index)
     found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
-        return list(read_header(found[0]).values())
+    if not single.is_file() and index.is_file():
+        return index, _sharded(index)
+    if single.is_file() or len(found) == 1:
+        only = single if single.is_file() else found[0]
+        return only, list(read_header(only).values())
     if found:
         raise ModelError(f"{folder}: {len(found)} safetensors files but no {index.name} that says what is in which")
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))

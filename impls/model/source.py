@@ -46,35 +46,40 @@ class Source(Protocol):
         """What is stored, by the decoder's names."""
         ...
 
+    def place(self, name: str) -> tuple[Path, str]:
+        """The file that should hold, or place, a tensor that is not stored, and the name that it would have there."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """One tensor on the CPU, in the file's precision, or float32 where the file is quantized."""
         ...
 
 
-def check_tensors(
-    tensors: Mapping[str, TensorInfo], expected: Iterable[tuple[str, tuple[int, ...]]], where: Path
-) -> None:
+def check_tensors(source: Source, expected: Iterable[tuple[str, tuple[int, ...]]]) -> None:
     """Hold what is stored against what the configuration asks for, before anything is read.
 
     Raises:
         ModelError: a tensor is missing, unknown or of a wrong shape, or its bytes end after the file does. The file
-            and the tensor are named.
+            and the tensor are named, the tensor as the file calls it.
     """
+    tensors = source.tensors
     wanted = set()
     for name, shape in expected:
         wanted.add(name)
         if name not in tensors:
-            raise ModelError(f"{where}: the tensor {name!r} of shape {shape} is missing")
+            file, stored_name = source.place(name)
+            raise ModelError(f"{file}: the tensor {stored_name!r} of shape {shape} is missing")
         info = tensors[name]
         if info.shape != shape:
             raise ModelError(
                 f"{info.file}: the tensor {info.stored_name!r} has shape {info.shape}, "
                 f"the configuration asks for {shape}"
             )
-    unknown = sorted(info.stored_name for name, info in tensors.items() if name not in wanted)
+    others = {info.stored_name: info.file for name, info in tensors.items() if name not in wanted}
+    unknown = sorted(others)
     if unknown:
         some = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
-        raise ModelError(f"{where}: tensors that a Llama-family decoder does not have: {some}")
+        raise ModelError(f"{others[unknown[0]]}: tensors that a Llama-family decoder does not have: {some}")
     sizes: dict[Path, int] = {}
     for info in tensors.values():
         size = sizes.setdefault(info.file, info.file.stat().st_size)

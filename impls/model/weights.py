@@ -67,7 +67,7 @@ def load_model(
     else:
         source = open_source(path)
         config, read = source.config, lambda name, size: source.read(name)
-        check_tensors(source.tensors, expected_shapes(config), Path(path))
+        check_tensors(source, expected_shapes(config))
         digest = source_digest(source)
     with torch.device("meta"):
         model = Decoder(config, parts)

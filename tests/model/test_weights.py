@@ -133,10 +133,25 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_missing_tensor_is_named(folder):
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"model: the tensor 'layers\.1\.mlp\.up_proj\.weight' .* is missing"):
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_missing_tensor_is_named_as_its_file_calls_it(folder):
+    rewrite(folder, lambda tensors: tensors.pop(UP))
+    with pytest.raises(ModelError, match=rf"model\.safetensors: the tensor '{UP}' of shape \(112, 64\) is missing"):
         load_model(folder)
+    rewrite(folder, lambda tensors: tensors.update({k.removeprefix("model."): tensors.pop(k) for k in list(tensors)}))
+    with pytest.raises(ModelError, match=r"model\.safetensors: the tensor 'layers\.1\.mlp\.up_proj\.weight' of shape"):
+        load_model(folder)
+
+
+def test_a_tensor_that_no_shard_holds_is_missing_in_the_index(sharded):
+    index = sharded / "model.safetensors.index.json"
+    where = json.loads(index.read_text())
+    del where["weight_map"][UP]
+    index.write_text(json.dumps(where))
+    with pytest.raises(ModelError, match=rf"{index.name}: the tensor '{UP}' of shape \(112, 64\) is missing"):
+        load_model(sharded)
 
 
 def test_a_wrong_shape_is_named(folder):
