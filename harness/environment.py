@@ -40,8 +40,8 @@ def constraints(lines: Iterable[str], installed: Mapping[str, str], torch_wants:
         torch_wants: the exact Triton that this torch requires, if its metadata says so.
     """
     for line in lines:
-        name = re.match(r"\s*([A-Za-z0-9._-]*)", line)
-        if name is None or name[1].lower() not in BROUGHT:
+        begins = re.match(r"\s*([A-Za-z0-9._-]*)", line)
+        if begins is None or begins[1].lower() not in BROUGHT:
             yield line.rstrip("\n")
     for name in BROUGHT:
         if name in installed:
