@@ -9,11 +9,13 @@ from __future__ import annotations
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from harness.commands import dashboard, figures, inspect, measure, nightly, setup
-from harness.errors import PairbenchError
+from harness.errors import Interrupted, PairbenchError
 from harness.history import cli as history
 from harness.regress import cli as detect
 from harness.regress import cli_history as regress
@@ -21,10 +23,22 @@ from harness.regress import cli_history as regress
 GROUPS = (inspect, measure, setup, history, detect, regress, figures, dashboard, nightly)
 
 
+class Commands(TyperGroup):
+    """All commands. An interrupt becomes an error of ours here, before typer ends the process without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command that was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as err:
+            raise Interrupted(str(err) or "interrupted") from None
+
+
 def make_app() -> typer.Typer:
     """The whole command line."""
     app = typer.Typer(
         name="pairbench",
+        cls=Commands,
         help="Does this optimization pay on this machine, is it right, and did last night's commit make it worse?",
         no_args_is_help=True,
         add_completion=False,
@@ -44,9 +58,6 @@ def main() -> None:
     except PairbenchError as err:
         print(f"pairbench: {err}", file=sys.stderr)
         raise SystemExit(err.exit_code) from None
-    except KeyboardInterrupt:
-        print("pairbench: interrupted; what was measured until now is kept", file=sys.stderr)
-        raise SystemExit(130) from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

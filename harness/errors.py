@@ -36,6 +36,12 @@ class MachineUnfit(PairbenchError):
     exit_code = 3
 
 
+class Interrupted(PairbenchError):
+    """Ctrl-C or a polite kill; the message says what was kept and where."""
+
+    exit_code = 130
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that does not exist: it lists the nearest names, or all when none is near."""
     names = sorted(known)

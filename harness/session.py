@@ -105,7 +105,9 @@ class Session:
             require_writable(default_store(), "your records")
         if options.timing and self.leads:
             require_room(machine_key(where), always=any(i.ranks > 1 for i in items))  # ranks: curves of their link
-        sink: Any = Store(options.store or default_store()).open_run(where["gpu"], run) if keep else NoSink()
+        store = Store(options.store or default_store()) if keep else None
+        sink: Any = store.open_run(where["gpu"], run) if store is not None else NoSink()
+        where_kept = store.label(sink.name) if store is not None else ""
         machine = self.watch(options.device, where, self.reporter)
         facts = Facts(
             run=run,
@@ -140,6 +142,8 @@ class Session:
                 if verdict["moved"]:
                     self.reporter.warn(f"the machine moved during this run: {verdict['reason']}")
                     result.exit_code = 3
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_left(sink, where_kept, len(result.records))) from None
         finally:
             self.reporter.end()
             refused = _close(sink)
@@ -275,6 +279,17 @@ class Session:
             )
         if self.options.csv is not None:
             write_csv(self.options.csv, result.records)
+
+
+def _left(sink: Any, place: str, records: int) -> str:
+    """What an interrupted run leaves behind, in one line."""
+    if not place:
+        return "interrupted; nothing is kept, as was asked"
+    refused = _close(sink)
+    if refused is not None:
+        return f"interrupted; {refused}"
+    what = f"the {records} records measured until then are" if records != 1 else "the one record measured until then is"
+    return f"interrupted; {what if records else 'no record was complete; the beginning of the run is'} kept in {place}"
 
 
 def _close(sink: Any) -> StoreError | None:

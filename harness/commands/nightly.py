@@ -34,5 +34,9 @@ def nightly(
     asked += ["--tier", tier] if tier else []
     asked += ["--budget", str(budget)] if budget is not None else []
     night = Night(store, out, tuple(asked), commit or bool(push), push, limit)
-    result = run_night(night, package_root(), note=typer.echo)
+    try:
+        result = run_night(night, package_root(), note=typer.echo)
+    except KeyboardInterrupt:
+        kept = f"what was measured until then is kept in {store}, the logs in {out}"
+        raise KeyboardInterrupt(f"interrupted; {kept}") from None
     raise typer.Exit(result.exit_code)

@@ -137,7 +137,10 @@ def test_an_existing_csv_is_not_overwritten(served: tuple[Path, list[dict[str, A
     assert "overwritten" in done.stderr
 
 
-def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_an_interrupt_keeps_what_was_measured_says_where_and_leaves_nobody_behind(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     mark = f"PAIRBENCH_TEST_MARK={os.getpid()}-{time.time_ns()}"
     key, value = mark.split("=")
     env = _env(tmp_path, PAIRBENCH_TOY_FAULT="hang", **{key: value})
@@ -163,10 +166,15 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_nobody_behind(tmp_path: Path)
             assert time.monotonic() < deadline, (tmp_path / "err").read_text()
             assert process.poll() is None, (tmp_path / "err").read_text()
             time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         code = process.wait(timeout=60)
-    assert code == 130, (tmp_path / "err").read_text()
+    said = (tmp_path / "err").read_text()
+    assert code == 130, said
     assert _alive(value) == []
+    (file,) = store.rglob("*.jsonl")
+    (last,) = [line for line in said.splitlines() if line.startswith("pairbench:")]
+    assert last == f"pairbench: interrupted; the 3 records measured until then are kept in {file}"
+    assert "Traceback" not in said
     kept = [json.loads(x) for p in store.rglob("*.jsonl") for x in p.read_text().splitlines()]
     assert {k["technique"] for k in kept if k["type"] == "measurement"} == {"toy_serve"}
 
@@ -214,6 +222,15 @@ def test_a_model_of_the_users_own_is_measured_and_named_without_its_path(tmp_pat
     assert records["optimized"]["dims"]["model"] == "my-llama"
     assert records["optimized"]["reproduce"] == "pairbench run kv_cache --workload tiny --model my-llama"
     assert "somewhere" not in json.dumps(records)
+
+
+def test_a_model_that_cannot_be_read_is_bad_use_before_anything_is_measured(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_text("hello")
+    done = _pairbench(tmp_path, "run", "kv_cache", "--workload", "tiny", "--model", "bad.gguf", "--store", "store")
+    assert done.returncode == 2, done.stderr
+    assert f"--model {bad}: not a GGUF file" in done.stderr
+    assert not (tmp_path / "store").exists()
 
 
 def _write_tokenizer(folder: Path) -> None:

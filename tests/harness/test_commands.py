@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -140,6 +141,37 @@ def test_a_data_folder_that_can_be_written_is_made(
     code, _, _ = pairbench("run", "add_rms_norm", "--device", "cpu")
     assert code == 3  # the stand-in was reached
     assert measured == ["machine"]
+
+
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        (("run", "add_rms_norm"), "the beginning of the run is kept in STORE"),
+        (("run", "add_rms_norm", "--no-store"), "nothing is kept"),
+        (("check", "add_rms_norm"), "nothing is kept"),
+        (("nightly", "add_rms_norm"), "is kept in STORE"),
+        (("list",), "interrupted"),
+    ],
+)
+def test_an_interrupt_says_in_one_line_what_is_kept(
+    pairbench: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...], word: str
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+
+    for place in ("harness.machine.probe", "harness.runner.launch", "harness.nightly.run_step"):
+        monkeypatch.setattr(place, interrupt)
+    monkeypatch.setattr("harness.discover.techniques", interrupt if command == ("list",) else discover.techniques)
+    store = tmp_path / "store"
+    where = ("--store", str(store)) if "STORE" in word else ()
+    out = ("--out", str(tmp_path / "out")) if command[0] == "nightly" else ()
+    code, _, err = pairbench(*command, *where, *out)
+    assert code == 130
+    last = err.splitlines()[-1]
+    assert last.startswith("pairbench: interrupted")
+    assert word.replace("STORE", str(store)) in last
+    assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("family", ["other", "fusion"])
