@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import subprocess
+import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from harness.errors import UsageError
 from harness.plan import Item
 
 SAMPLE_BYTES = 1 << 20
+LOOK_LIMIT_S = 60.0
+_ROOT = Path(__file__).resolve().parent.parent
 MODEL_FILES = ("*.safetensors", "*.gguf", "*.json")
 
 
@@ -40,6 +45,26 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+@cache
+def refuse_unreadable(model: str) -> None:
+    """Looks at the headers of a model before anything is measured, in a process of its own: this one imports no torch.
+
+    A look that fails for another reason than the model refuses nothing: the measurement itself will tell.
+
+    Raises:
+        UsageError: a tensor is missing, misshapen or cut off, or the file is of no known form; both are named.
+    """
+    command = [sys.executable, "-m", "impls.model.weights", model]
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=LOOK_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return
+    said = done.stderr.strip().splitlines()
+    mark = "ModelError: "
+    if done.returncode != 0 and said and said[-1].startswith(mark):
+        raise UsageError(f"--model {said[-1].removeprefix(mark)}")
+
+
 def text_digest() -> str:
     """The digest of the text that language-model workloads read; it differs between Python versions."""
     digest: str = importlib.import_module("impls.model.text").real_text().digest
@@ -47,13 +72,19 @@ def text_digest() -> str:
 
 
 def set_digests(item: Item, model: str | None, trace: str | None) -> Item:
-    """The item with ``digests`` set on every workload that names a model file, a trace file or a text."""
+    """The item with ``digests`` set on every workload that names a model file, a trace file or a text.
+
+    Raises:
+        UsageError: such a file does not exist, or our own techniques cannot read the model.
+    """
     workloads = []
     for workload in item.workloads:
         found: dict[str, str] = {}
         for key, path in (("model", model), ("trace", trace)):
             if key in workload.dims and path is not None:
                 found[key] = file_digest(Path(path).expanduser())
+                if key == "model" and item.technique.family != "external":
+                    refuse_unreadable(str(Path(path).expanduser().absolute()))
         if "text" in workload.dims:
             found["text"] = text_digest()
         workloads.append(replace(workload, digests=found) if found else workload)

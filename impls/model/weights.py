@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,9 +66,8 @@ def load_model(
             config, name, size, seed, device
         )
     else:
-        source = open_source(path)
+        source = sound_source(path)
         config, read = source.config, lambda name, size: source.read(name)
-        check_tensors(source, expected_shapes(config))
         digest = source_digest(source)
     with torch.device("meta"):
         model = Decoder(config, parts)
@@ -106,6 +106,17 @@ def open_source(path: str | Path) -> Source:
     if path.suffix in (".bin", ".pt", ".pth"):
         raise ModelError(f"{path}: pickled weights are not read; convert them to safetensors")
     return GGUFSource(path)
+
+
+def sound_source(path: str | Path) -> Source:
+    """What lies at a path, once its headers hold all that the configuration asks for; no weight is read.
+
+    Raises:
+        ModelError: see `open_source` and `check_tensors`.
+    """
+    source = open_source(path)
+    check_tensors(source, expected_shapes(source.config))
+    return source
 
 
 def expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -163,3 +174,10 @@ def _assign(model: Decoder, name: str, tensor: Tensor, trainable: bool) -> None:
             f"the parameter {name!r} of this model has shape {tuple(wanted.shape)}, but was given {tuple(tensor.shape)}"
         )
     setattr(owner, attribute, nn.Parameter(tensor, requires_grad=trainable))
+
+
+if __name__ == "__main__":  # `python -m impls.model.weights PATH`: for who must not import torch to ask
+    try:
+        sound_source(sys.argv[1])
+    except ModelError as error:
+        sys.exit(f"{type(error).__name__}: {error}")

