@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness.tables import console, result_table
+from harness.tables import console, long_reasons, result_table
 
 
 class Reporter:
@@ -60,6 +60,8 @@ class Reporter:
         if records and not self.quiet_table:
             self._out.print(result_table(records, header=not self._named))
             self._named = True
+            for reason in long_reasons(records):
+                self._out.print(reason, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """The run is over."""

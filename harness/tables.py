@@ -77,6 +77,10 @@ def share(record: Mapping[str, Any]) -> str:
     return f"MFU {metrics['mfu']['value']:.1%}" if "mfu" in metrics else "–"
 
 
+#: Failures whose reason is longer than this (file and tensor names are) have it in full under the table.
+LONG_REASON = 60
+FAILURES = ("wrong", "error", "oom", "timeout", "implausible")
+
 #: Column, alignment and least width: tables that follow one another line up.
 COLUMNS: tuple[tuple[str, Literal["left", "right"], int], ...] = (
     ("technique", "left", 14),
@@ -100,7 +104,8 @@ def result_table(records: Sequence[Mapping[str, Any]], header: bool = True) -> T
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_header=header)
     for name, justify, width in COLUMNS:
-        table.add_column(name, justify=justify, min_width=width, no_wrap=name in ("technique", "variant", "latency"))
+        no_wrap = name in ("technique", "variant", "latency")
+        table.add_column(name, justify=justify, min_width=width, no_wrap=no_wrap, overflow="fold")
     previous = None
     for record in records:
         here = (record["technique"], record["workload"], record["ranks"])
@@ -111,6 +116,17 @@ def result_table(records: Sequence[Mapping[str, Any]], header: bool = True) -> T
     return table
 
 
+def long_reasons(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What stands under a table: the reasons of failures that are too long for a cell, whole, one a line."""
+    return [
+        f"{r['status']}: {r['technique']} {r['workload']} {r['variant']}: {r['reason']}" for r in records if _long(r)
+    ]
+
+
+def _long(record: Mapping[str, Any]) -> bool:
+    return record["status"] in FAILURES and len(str(record["reason"] or "")) > LONG_REASON
+
+
 def _row(record: Mapping[str, Any], first: bool) -> list[str | Text]:
     metrics = record.get("metrics", {})
     memory = metrics.get("peak_memory")
@@ -119,7 +135,9 @@ def _row(record: Mapping[str, Any], first: bool) -> list[str | Text]:
     if peer != "–" and record.get("best_peer"):
         peer += f" {record['best_peer']}"
     status = Text(str(record["status"]), style=STATUS_STYLE.get(str(record["status"]), ""))
-    if record["reason"]:
+    if _long(record):
+        status.append(" (below)", style="dim")
+    elif record["reason"]:
         status.append(f": {record['reason']}", style="dim")
     workload = f"{record['workload']} {record['dtype']}" + (f" ×{record['ranks']}" if record["ranks"] > 1 else "")
     return [

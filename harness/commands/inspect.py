@@ -117,7 +117,7 @@ def _choose_technique(records: Sequence[Mapping[str, Any]], run: str, technique:
 
 def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[Mapping[str, Any]]) -> None:
     from harness.spent import describe
-    from harness.tables import console, result_table, seconds
+    from harness.tables import console, long_reasons, result_table, seconds
 
     out = console()
     first = next(r for r in records if r["run"] == run)
@@ -133,6 +133,8 @@ def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[M
         if record["run"] == run and record["type"] == "sentinel" and record.get("moved"):
             out.print(f"warning: the machine moved during this run: {record['reason']}", markup=False, style="yellow")
     out.print(result_table(found))
+    for reason in long_reasons(found):
+        out.print(reason, markup=False, soft_wrap=True)
     parts = next((r["spent"] for r in records if r["run"] == run and r.get("spent")), None)
     if parts is not None:
         named = ((name.removesuffix("_s"), value) for name, value in parts.items() if name.endswith("_s"))
