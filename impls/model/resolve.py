@@ -6,6 +6,7 @@ weights that `pairbench models fetch` brings. A path that the user gives takes t
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -46,9 +47,16 @@ def model_path(workload: Workload, ctx: Context) -> Path | None:
 
 
 def not_here(workload: Workload) -> str | None:
-    """Why a workload on the default real weights cannot run, for `Variant(supports=...)`."""
-    if workload.dims.get("model") == REAL and "model" not in workload.digests and default_model_path() is None:
+    """Why a workload on real weights cannot run, for `Variant(supports=...)`: the weights, or what reads them."""
+    name, brought = str(workload.dims.get("model")), "model" in workload.digests
+    if not brought and name != REAL:
+        return None
+    if not brought and default_model_path() is None:
         return "needs real weights: run 'pairbench models fetch'"
+    reader = "gguf" if not brought or name.endswith(".gguf") else "safetensors"
+    missing = [package for package in (reader, "tokenizers") if importlib.util.find_spec(package) is None]
+    if missing:
+        return f"needs {' and '.join(missing)} to read the weights: pip install 'pairbench[models]'"
     return None
 
 
