@@ -15,7 +15,8 @@ import typer
 from typer.core import TyperGroup
 
 from harness.commands import dashboard, figures, inspect, measure, nightly, setup
-from harness.errors import Interrupted, PairbenchError
+from harness.errors import Interrupted, PairbenchError, UsageError
+from harness.extras import brings
 from harness.history import cli as history
 from harness.regress import cli as detect
 from harness.regress import cli_history as regress
@@ -51,13 +52,20 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Runs the command line; a :class:`PairbenchError` becomes its message and its exit code."""
+    """Runs the command line; a :class:`PairbenchError` becomes its message and its exit code, and a package that is
+    not installed the command that brings it."""
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         make_app()(standalone_mode=True)
     except PairbenchError as err:
         print(f"pairbench: {err}", file=sys.stderr)
         raise SystemExit(err.exit_code) from None
+    except ModuleNotFoundError as err:
+        command = brings(err.name or "")
+        if command is None:
+            raise
+        print(f"pairbench: this needs {err.name}, which is not installed: {command}", file=sys.stderr)
+        raise SystemExit(UsageError.exit_code) from None
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

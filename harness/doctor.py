@@ -13,16 +13,12 @@ from typing import Literal
 from harness.devices import lookup
 from harness.doctor_facts import Facts, gather
 from harness.environment import TRITON_OF
+from harness.extras import EXTRAS, install
 
 PYTHON, TORCH, TRITON = ((3, 11), (3, 14)), ((2, 11), (2, 14)), ((3, 6), (3, 9))
 #: CUDA major → the oldest Linux driver that runs it (CUDA toolkit release notes, minor version compatibility).
 DRIVER_OF = {12: 525, 13: 580}
 FREE_WARN, FREE_FAIL, SHM_LEAST = 2 << 30, 100 << 20, 1 << 30
-EXTRAS = {
-    "models": ("safetensors", "tokenizers", "gguf"),
-    "asv": ("asv", "virtualenv"),
-    "dashboard": ("streamlit", "pandas", "plotly", "duckdb", "pyarrow"),
-}
 OFF = ("", "0", "false", "no", "off")
 
 
@@ -255,11 +251,13 @@ def store(f: Facts) -> Iterator[Finding]:
 
 def extras(f: Facts) -> Iterator[Finding]:
     """Optional packages and real weights."""
-    for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if name not in f.modules]
+    for name, extra in EXTRAS.items():
+        missing = [module for module in extra.modules if module not in f.modules]
         if missing:
-            message = f"the extra {extra!r} lacks {', '.join(missing)}"
-            yield Finding("extras", "warn", message, f"pip install 'pairbench[{extra}]' (in a checkout: '.[{extra}]')")
+            message = f"the extra {name!r} lacks {', '.join(missing)}: it is for {extra.purpose}"
+            yield Finding("extras", "warn", message, install(name))
+        else:
+            yield Finding("extras", "ok", f"the extra {name!r} is here: {extra.purpose}")
     if f.model is None:
         message = "no real weights: techniques that need them are skipped"
         yield Finding("weights", "warn", message, "pairbench models fetch")

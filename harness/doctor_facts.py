@@ -19,23 +19,13 @@ from pathlib import Path
 from harness.conditions import launch_root
 from harness.cpu_watch import own_tree
 from harness.environment import pinned
+from harness.extras import EXTRAS
 from harness.gitfacts import GitFacts, git_facts, package_root
 from harness.history.store import default_store
 from harness.nvml import GpuIdentity, NoNvml, Nvml, open_nvml, visible_gpus
 from harness.provenance import versions
 
-MODULES = (
-    "safetensors",
-    "tokenizers",
-    "gguf",
-    "asv",
-    "virtualenv",
-    "streamlit",
-    "pandas",
-    "plotly",
-    "duckdb",
-    "pyarrow",
-)
+MODULES = tuple(module for extra in EXTRAS.values() for module in extra.modules)
 TORCH_LIMIT_S = 120.0
 _ASK_TORCH = "import json, torch; print(json.dumps({'cuda': torch.version.cuda, 'gpus': torch.cuda.device_count()}))"
 

@@ -1,17 +1,23 @@
 """Each failing state of a machine is told by name, with the command that mends it."""
 
+import re
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from harness.doctor import EXTRAS, Finding, diagnose, version_of
+from harness.doctor import Finding, diagnose, version_of
 from harness.doctor_facts import Facts, _bytecode_is_kept, ask_torch, find_compiler, gather, gpus_on_the_bus
+from harness.extras import CORE, EXTRAS
 from harness.gitfacts import GitFacts
 from harness.nvml import GpuIdentity, NoNvml
 
+ROOT = Path(__file__).resolve().parents[2]
 H200 = GpuIdentity(0, "GPU-aa", "0000:1b:00.0", "NVIDIA H200", 143771 << 20, 700.0, False, True)
 TWO = (H200, replace(H200, index=1, uuid="GPU-bb"))
 CLEAN = GitFacts("a" * 40, "main", False, "2026-01-01T00:00:00Z", "s", "git", False)
+EVERY = {module for extra in EXTRAS.values() for module in extra.modules}
 CPU = Facts(
     versions={"torch": "2.13.0+cpu", "triton": "3.7.1"},
     nvml_reason="NVML did not start",
@@ -20,7 +26,7 @@ CPU = Facts(
     root="/src/pairbench",
     store="/data",
     free_bytes=50 << 30,
-    modules=frozenset(name for names in EXTRAS.values() for name in names),
+    modules=frozenset(EVERY),
     model="/data/model.gguf",
 )
 GPU = replace(
@@ -125,9 +131,10 @@ CASES = [
     (CPU, {"store_problem": "Read-only file system"}, "store", "fail", "/data", "PAIRBENCH_DATA"),
     (CPU, {"free_bytes": 1 << 30}, "disk", "warn", "1024 MiB", "PAIRBENCH_DATA"),
     (CPU, {"free_bytes": 1 << 20}, "disk", "fail", "1 MiB", "PAIRBENCH_DATA"),
-    (CPU, {"modules": frozenset(EXTRAS["models"] + EXTRAS["asv"])}, "extras", "warn", "streamlit", "[dashboard]"),
-    (CPU, {"modules": frozenset(EXTRAS["models"] + EXTRAS["dashboard"])}, "extras", "warn", "asv", "[asv]"),
-    (CPU, {"modules": frozenset(EXTRAS["asv"] + EXTRAS["dashboard"])}, "extras", "warn", "gguf", "[models]"),
+    *(
+        (CPU, {"modules": frozenset(EVERY - {extra.modules[-1]})}, "extras", "warn", extra.modules[-1], f"[{name}]")
+        for name, extra in EXTRAS.items()
+    ),
     (CPU, {"model": None}, "weights", "warn", "no real weights", "pairbench models fetch"),
 ]
 
@@ -147,6 +154,20 @@ def test_a_fault_raises_no_false_alarm_elsewhere():
         amiss = {f.name for f in diagnose(replace(base, **change)) if f.status != "ok"}
         # Without torch its Triton is missing too, and a CPU build on a GPU box is told once.
         assert amiss - {name} <= ({"triton"} if name == "torch" else set()), (name, amiss)
+
+
+def test_every_extra_of_the_project_is_listed_by_its_own_packages():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    called = {"pytest-xdist": "xdist", "nvidia-ml-py": "pynvml"}  # whose modules have another name
+    for extra, needs in project["optional-dependencies"].items():
+        names = [re.match(r"[A-Za-z0-9-]+", need)[0] for need in needs if not need.startswith("pairbench[")]
+        assert {called.get(name, name).replace("-", "_") for name in names} == set(EXTRAS[extra].modules)
+    core = [re.match(r"[A-Za-z0-9-]+", need)[0] for need in project["dependencies"]]
+    assert [called.get(name, name) for name in core] == list(CORE)
+    said = [f.message for f in diagnose(CPU) if f.name == "extras"]
+    assert [next(e for e in EXTRAS if f"{e!r}" in message) for message in said] == list(
+        project["optional-dependencies"]
+    )
 
 
 def test_many_gpus_without_trouble_are_counted():
