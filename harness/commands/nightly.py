@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from harness.commands import options
 
 
 def register(app: typer.Typer) -> None:
@@ -22,6 +26,7 @@ def nightly(
     commit: Annotated[bool, typer.Option("--commit", help="Commit the new records.")] = False,
     push: Annotated[str, typer.Option(help="Push them to this remote/branch, too.")] = "",
     limit: Annotated[float, typer.Option(min=1, help="Seconds the measurement may take.")] = 6 * 3600.0,
+    json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """One night: is the machine fit, is all right, how fast is it, is anything worse; the records are kept.
 
@@ -35,8 +40,10 @@ def nightly(
     asked += ["--budget", str(budget)] if budget is not None else []
     night = Night(store, out, tuple(asked), commit or bool(push), push, limit)
     try:
-        result = run_night(night, package_root(), note=typer.echo)
+        result = run_night(night, package_root(), note=partial(typer.echo, err=json))
     except KeyboardInterrupt:
         kept = f"what was measured until then is kept in {store}, the logs in {out}"
         raise KeyboardInterrupt(f"interrupted; {kept}") from None
+    if json:
+        options.print_json({"exit_code": result.exit_code, "steps": [asdict(step) for step in result.steps]})
     raise typer.Exit(result.exit_code)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from harness.commands import options
 from harness.errors import UsageError
+
+Json = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,19 +27,24 @@ def register(app: typer.Typer) -> None:
 
 def fetch(
     dest: Annotated[Path | None, typer.Option(help="Folder to put them in; your data folder by default.")] = None,
+    json: Json = False,
 ) -> None:
     """Brings SmolLM2-135M-Instruct (93 MB, Apache-2.0) to this machine, once; verified by its digest."""
     try:
-        path = importlib.import_module("impls.model.fetch").fetch_models(dest)
+        path = importlib.import_module("impls.model.fetch").fetch_models(dest, partial(print, file=sys.stderr))
     except ValueError as err:
         raise UsageError(str(err)) from err
-    print(path)
+    if json:
+        options.print_json({"path": str(path)})
+    else:
+        print(path)
 
 
 def new(
     name: Annotated[str, typer.Argument(help="The technique's name: lower case, digits and underscores.")],
     family: Annotated[str, typer.Option(help="The family (folder) it belongs to.")] = "fusion",
     root: Annotated[Path, typer.Option(help="The checkout to write to.")] = Path(),
+    json: Json = False,
 ) -> None:
     """Writes a technique that runs and passes its test as generated: a pair, its workloads, ready to be changed."""
     from harness.commands.template import PAIR_TEMPLATE, SUITE_TEMPLATE
@@ -65,5 +75,8 @@ def new(
         if not package.exists():
             package.write_text(f'"""The {family} family."""\n')
         path.write_text(text)
-        print(path)
-    print(f"next: python3 -m harness run {name}")
+    following = f"python3 -m harness run {name}"
+    if json:
+        options.print_json({"files": [str(path) for path in files], "next": following})
+    else:
+        print(*files, f"next: {following}", sep="\n")

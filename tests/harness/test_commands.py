@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from harness import cli, discover
 from harness.errors import MachineUnfit
@@ -172,6 +176,54 @@ def test_an_interrupt_says_in_one_line_what_is_kept(
     assert last.startswith("pairbench: interrupted")
     assert word.replace("STORE", str(store)) in last
     assert "Traceback" not in err
+
+
+#: What prints no data (it serves pages), or prints it in a format that it is asked for.
+NO_JSON = {"dashboard", "report", "export", "figures"}
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in getattr(group, "commands", {}).items():
+        yield from _commands(command, (*path, name)) if hasattr(command, "commands") else [((*path, name), command)]
+
+
+def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
+    found = dict(_commands(typer.main.get_command(cli.make_app())))
+    assert {("models", "fetch"), ("new",), ("nightly",), ("history", "verify")} <= set(found)
+    without = {path for path, command in found.items() if not any("--json" in p.opts for p in command.params)}
+    assert without == {(name,) for name in NO_JSON}
+
+
+def test_models_fetch_gives_the_path_as_json_and_the_rest_apart(
+    pairbench: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import impls.model.fetch as fetching
+
+    carried = tmp_path / "carried.gguf"
+    carried.write_bytes(b"weights")
+    monkeypatch.setattr(fetching, "_in_package", lambda: carried)
+    monkeypatch.setattr(fetching, "SHA256", hashlib.sha256(b"weights").hexdigest())
+    for dest in ((), ("--dest", str(tmp_path / "to"))):
+        code, out, err = pairbench("models", "fetch", "--json", *dest)
+        assert code == 0
+        path = Path(json.loads(out)["path"])
+        assert path == (tmp_path / "to" / fetching.FILE if dest else carried)
+        assert path.read_bytes() == b"weights"
+        assert "verified" in err
+
+
+def test_new_and_nightly_give_json(
+    pairbench: Main, checkout: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    code, out, _ = pairbench("new", "my_idea", "--root", str(checkout), "--json")
+    assert code == 0
+    assert all(Path(file).is_file() for file in json.loads(out)["files"])
+    monkeypatch.setattr("harness.nightly.run_step", lambda *_: 1)
+    code, out, err = pairbench("nightly", "--out", str(tmp_path / "out"), "--json")
+    said = json.loads(out)
+    assert code == said["exit_code"] == 3
+    assert [step["name"] for step in said["steps"]] == ["doctor"]
+    assert "doctor" in err
 
 
 @pytest.mark.parametrize("family", ["other", "fusion"])
