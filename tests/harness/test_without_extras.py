@@ -54,7 +54,8 @@ def test_every_command_that_needs_an_extra_names_it(bare: Path, tmp_path: Path) 
     asked = {
         "history": [
             ["regressions", *at], ["compare", "a", "b", *at], ["bisect", "x", *at],
-            ["detect", str(table), "--value", "x"], ["history", "compact", *at], ["history", "generate", str(tmp_path / "made")],
+            ["detect", str(table), "--value", "x"],
+            ["history", "compact", *at], ["history", "generate", str(tmp_path / "made")],
         ],
         "dashboard": [["dashboard", *at], ["report", "--markdown", *at]],
         "s3": [["show", "--store", "s3://bucket/prefix"]],
