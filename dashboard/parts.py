@@ -13,6 +13,8 @@ import streamlit as st
 
 from dashboard import address, glossary
 from dashboard.ahead import ahead
+from dashboard.copyable import copyable
+from dashboard.plot import Selected, plot
 from dashboard.source import Judged, Source
 from dashboard.text import cut, to_csv
 from dashboard.theme import CONFIG
@@ -88,7 +90,7 @@ def nothing(what: str, why: str, do: str, command: str | None = None) -> None:
     """An empty place says what is not there, why, and what to do. All but the command are our own words."""
     st.info(f"**{what}** {why} {do}", icon=":material/inbox:")
     if command:
-        st.code(command, language=None)
+        copyable(command, f"copy {what}")
 
 
 def empty_store(view: View) -> None:
@@ -107,7 +109,7 @@ def empty_store(view: View) -> None:
             "Measure something, or name another store with `--store`.",
             "pairbench run\npairbench dashboard --store FOLDER_OR_URL",
         )
-    st.code("\n".join(view.source.urls()), language=None)
+    copyable("\n".join(view.source.urls()), "copy stores")
 
 
 def damage(view: View) -> None:
@@ -134,28 +136,11 @@ def damage(view: View) -> None:
         table(rows, "damage", height=240)
 
 
-def figure(
-    fig: go.Figure,
-    key: str,
-    select: str | None = None,
-    height: int | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Any:
-    """A figure over the whole width. ``select``: ``points`` or ``box``; the answer is then what was selected."""
-    if height is not None:
-        fig.update_layout(height=height)
-    settings = {**CONFIG, **(config or {})}
-    if select is None:
-        st.plotly_chart(fig, key=key, config=settings)
-        return None
-    modes = tuple(select.split("+"))
-    return st.plotly_chart(fig, key=key, on_select="rerun", selection_mode=modes, config=settings)
-
-
-def points_of(event: Any) -> list[Mapping[str, Any]]:
-    """The points that were selected in a figure."""
-    selection = getattr(event, "selection", None) or {}
-    return list(selection.get("points") or [])
+def figure(fig: go.Figure, key: str, of: str = "", selects: bool = False) -> Selected:
+    """A figure over the whole width; what was selected in it, of the same ``of`` (:func:`dashboard.plot.plot`).
+    ``selects``: a stretch can be drawn over it."""
+    hidden = [name for name in CONFIG["modeBarButtonsToRemove"] if not (selects and name == "select2d")]
+    return plot(fig, f"plot {key}", {**CONFIG, "modeBarButtonsToRemove": hidden}, of)
 
 
 def newly(key: str, value: Any) -> bool:
@@ -216,10 +201,10 @@ def _cell(value: Any) -> Any:
     return cut(value, 400) if isinstance(value, str) else value
 
 
-def command(text: str | None) -> None:
-    """A command to copy."""
+def command(text: str | None, name: str = "command") -> None:
+    """A command to copy; ``name`` is its own on the page."""
     if text:
-        st.code(text, language=None)
+        copyable(text, f"copy {name}")
 
 
 def verdicts(view: View) -> Judged:

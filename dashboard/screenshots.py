@@ -33,7 +33,7 @@ DRAWN: Final = """() => {
     const all = name => [...document.querySelectorAll(`[data-testid="${name}"]`)];
     return all("stApp").every(app => app.dataset.testScriptState == "notRunning")
         && all("stStatusWidget").length + all("stSkeleton").length == 0
-        && all("stPlotlyChart").every(chart => chart.querySelector(".main-svg"))
+        && [...document.querySelectorAll(".plot")].every(one => one.dataset.seen == "no" || "drawn" in one.dataset)
         && !document.body.textContent.includes("Judging the series");
 }"""
 WAIT_MS: Final = 300_000

@@ -7,17 +7,20 @@ browser need by themselves; each visit asks both, in turn, so that both meet the
 the machine. Needs Playwright and a chromium.
 
 A first page is opened in a browser that has nothing of it in its cache. A page is drawn when its script has ended, no
-placeholder is left, every figure and table stands there, and neither the document nor a long task (50 ms or more) has
-moved for :data:`QUIET_MS`, which does not count. A filter runs from its click.
+placeholder is left, every table stands there and every figure that is in the window or near it, and neither the
+document nor a long task (50 ms or more) has moved for :data:`QUIET_MS`, which does not count. A filter runs from its
+click.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -43,7 +46,11 @@ FILTERS: Final = {
 }
 ARGUMENTS: Final = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
                     "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
+#: From linux/prctl.h.
+PR_SET_PDEATHSIG: Final = 1
 QUIET_MS: Final = 700
+#: Seconds for a server to make all verdicts: a million records on two cores that do other things as well take minutes.
+IDLE_S: Final = 900.0
 WAIT_MS: Final = 120_000
 #: Keeps the time of the last change of the document's main part and of the end of the last long task.
 WATCH: Final = """(() => {
@@ -63,7 +70,7 @@ DRAWN: Final = """quiet => {
     return apps.length > 0 && apps.every(app => app.dataset.testScriptState == "notRunning")
         && document.querySelector('[data-testid="stMain"] h1')
         && all("stSkeleton").length == 0
-        && all("stPlotlyChart").every(chart => chart.querySelector(".main-svg"))
+        && [...document.querySelectorAll(".plot")].every(one => one.dataset.seen == "no" || "drawn" in one.dataset)
         && all("stBidiComponentIsolated").every(one => !one.shadowRoot?.querySelector(".frame")
             || one.shadowRoot.querySelector("td, p"))
         && all("stDataFrame").every(table => table.querySelector("canvas"))
@@ -79,7 +86,9 @@ def serving(store: Path, log: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "harness", "dashboard", "--store", str(store), "--port", str(port)]
     with log.open("w") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, cwd=Path(__file__).parents[1])
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=Path(__file__).parents[1], start_new_session=True, preexec_fn=_with_me
+        )
     try:
         until = time.monotonic() + 120
         while True:
@@ -93,8 +102,27 @@ def serving(store: Path, log: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
         print(f"memory of the server at most: {_peak(server.pid) / 1024:.0f} MiB", file=sys.stderr)
     finally:
-        server.terminate()
-        server.wait(20)
+        _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End a server and what it started: the processes of its own session."""
+    for word in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, word)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(10)
+
+
+def _with_me() -> None:
+    """In a server before it begins: it ends with this process, even where that is killed outright (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stopped(number: int, frame: object) -> None:
+    """A signal ends the measurement as an error would: servers and browser go, and the exit status says why."""
+    raise SystemExit(128 + number)
 
 
 def _cpu_s(pid: int) -> float:
@@ -109,8 +137,10 @@ def _peak(pid: int) -> int:
 
 def _idle(pid: int) -> None:
     """Wait until a server is warm and every verdict is in: no process judges, and for two seconds it used no CPU."""
-    before, quiet = _cpu_s(pid), 0
+    before, quiet, until = _cpu_s(pid), 0, time.monotonic() + IDLE_S
     while quiet < 2:
+        if time.monotonic() > until:
+            raise SystemExit(f"the server is still busy after {IDLE_S:.0f} s: verdicts are made, or it never idles")
         time.sleep(1)
         now = _cpu_s(pid)
         helpers = any(path.read_text().strip() for path in Path(f"/proc/{pid}/task").glob("*/children"))
@@ -214,6 +244,8 @@ def main() -> int:
     parser.add_argument("--page", action="append", choices=PAGES, help="this page only; may stand several times")
     parser.add_argument("--json", action="store_true", help="every single time")
     asked = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stopped)
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.sync_api import sync_playwright

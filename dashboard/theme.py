@@ -111,10 +111,10 @@ def layout(**more: Any) -> dict[str, Any]:
 
 
 #: Plotly's own buttons that make sense here; nothing that sends data anywhere.
-CONFIG: Final = {
+CONFIG: Final[dict[str, Any]] = {
     "displaylogo": False,
     "responsive": True,
     "scrollZoom": False,
-    "modeBarButtonsToRemove": ["sendDataToCloud", "lasso2d", "autoScale2d"],
+    "modeBarButtonsToRemove": ["sendDataToCloud", "select2d", "lasso2d", "autoScale2d"],
     "toImageButtonOptions": {"format": "svg"},
 }

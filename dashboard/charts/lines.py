@@ -16,6 +16,10 @@ from harness.regress.present import change
 from harness.tables import amount, seconds, size
 
 Point = dict[str, Any]
+#: Points in one figure that all have a mark of their own; each is a node of the browser's.
+MOST_MARKED = 500
+#: Marks on a line of more, so that lines differ by more than colour.
+SPARSE = 24
 STACK = ("torch", "triton", "cuda", "driver", "machine", "power_limit_w")
 
 
@@ -59,11 +63,12 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
     place = {str(point["commit"]): at for at, point in enumerate(commits)}
     first, last = shown or (0, len(commits) - 1)
     fig = go.Figure()
-    for at, line in enumerate(lines):
+    stretch = [[p for p in line.points if first <= place[str(p["commit"])] <= last] for line in lines]
+    every = sum(map(len, stretch)) <= MOST_MARKED
+    for at, (line, inside) in enumerate(zip(lines, stretch, strict=True)):
         look = (LINES[at % len(LINES)], SYMBOLS[at % len(SYMBOLS)], DASHES[(at // len(LINES)) % len(DASHES)])
         scale = _scale(line.points) if normalised else 1.0
-        inside = [p for p in line.points if first <= place[str(p["commit"])] <= last]
-        fig.add_traces(_line(line, inside, place, look, scale, at, len(commits)))
+        fig.add_traces(_line(line, inside, place, look, scale, at, len(commits), every))
         fig.add_traces(_changes(line, place, scale, (first, last)))
     for at, words in stack_changes(lines, place):
         if first <= at <= last:
@@ -74,7 +79,7 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
     unit = "relative to its start" if normalised else _unit(lines)
     ticks = list(range(first, last + 1, max(1, (last - first + 1) // 8)))
     # Streamlit reports clicks on points only where a drag does not select; a finger on a phone scrolls the page.
-    fig.update_layout(**layout(height=480, dragmode=False, selectdirection="h"))
+    fig.update_layout(**layout(height=480, dragmode=False, selectdirection="h", clickmode="event+select"))
     fig.update_xaxes(
         title="commits, oldest first", range=[first - 0.7, last + 0.7], tickvals=ticks,
         ticktext=[esc(short(commits[n]["commit"])[:7]) for n in ticks], showgrid=False, fixedrange=True,
@@ -117,7 +122,10 @@ def _line(
     scale: float,
     number: int,
     width: int,
+    every: bool,
 ) -> list[go.Scatter]:
+    """A line, its intervals and its marks; without ``every`` intervals are one path, and marks are sparse but for the
+    points that a line alone would not show: those that are not judged, and those without a neighbour."""
     colour, symbol, dash = look
     x: list[float | None] = []
     y: list[float | None] = []
@@ -148,16 +156,35 @@ def _line(
         marks.append(symbol if point["judged"] else f"{symbol}-open")
         custom.append([number, str(point["commit"]), "dirty" if point["dirty"] else ""])
     few = len(points) <= 150
-    return [
-        go.Scatter(
-            x=x, y=y, mode="lines+markers", name=esc(cut(line.name, 70)), connectgaps=False, customdata=custom,
-            line={"color": colour, "width": 1, "dash": dash},
-            marker={"color": colour, "symbol": marks, "size": 7 if few else 4},
-            error_y={"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour,
-                     "thickness": 1 if few else 0.6, "width": 2 if few else 0},
-            hovertext=texts, hoverinfo="text", legendgroup=str(number),
-        )
-    ]  # fmt: skip
+    main = go.Scatter(
+        x=x, y=y, mode="lines+markers", name=esc(cut(line.name, 70)), connectgaps=False, customdata=custom,
+        line={"color": colour, "width": 1, "dash": dash},
+        marker={"color": colour, "symbol": marks, "size": 7 if few else 4},
+        hovertext=texts, hoverinfo="text", legendgroup=str(number),
+    )  # fmt: skip
+    if every:
+        main.error_y = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour,
+                        "thickness": 1 if few else 0.6, "width": 2 if few else 0}  # fmt: skip
+        return [main]
+    main.marker.maxdisplayed = SPARSE
+    main.marker.size = 6
+    more: dict[str, Any] = {"legendgroup": str(number), "showlegend": False, "hoverinfo": "skip"}
+    ends = [end for v, high, low in zip(y, up, down, strict=True) if v is not None for end in (v - low, v + high, None)]
+    bars = go.Scatter(
+        x=[end for at, v in zip(x, y, strict=True) if v is not None for end in (at, at, None)], y=ends, mode="lines",
+        name="intervals", line={"color": colour, "width": 0.6, "simplify": False}, connectgaps=False, **more,
+    )  # fmt: skip
+    alone = [at for at in range(len(y)) if y[at] is not None and (marks[at] != symbol or _alone(y, at))]
+    kept = go.Scatter(
+        x=[x[at] for at in alone], y=[y[at] for at in alone], mode="markers", name="marks",
+        marker={"color": colour, "symbol": [marks[at] for at in alone], "size": 4}, **more,
+    )  # fmt: skip
+    return [main, bars, kept] if alone else [main, bars]
+
+
+def _alone(y: Sequence[float | None], at: int) -> bool:
+    """Whether a point has no neighbour that a line would join it with."""
+    return all(not 0 <= near < len(y) or y[near] is None for near in (at - 1, at + 1))
 
 
 def _changes(line: Line, place: Mapping[str, int], scale: float, shown: tuple[int, int]) -> list[go.Scatter]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from dashboard.charts.lines import MOST_MARKED, SPARSE
 from dashboard.text import cut, esc, hover, short
 from dashboard.theme import GREY, LINES, SYMBOLS, layout
 from harness.tables import amount, seconds, size
@@ -153,19 +154,27 @@ def correctness(rows: Rows) -> go.Figure:
     commits = list(dict.fromkeys(row["commit"] for row in rows))
     at = {commit: n for n, commit in enumerate(commits)}
     fig = go.Figure()
+    sparse = SPARSE if sum(map(len, groups.values())) > MOST_MARKED else 0
     for (name, own), (colour, symbol) in zip(groups.items(), looks(list(groups)).values(), strict=True):
         shares = [r["error"] / r["bound"] if r["bound"] else (0.0 if not r["error"] else None) for r in own]
         fig.add_trace(
             go.Scatter(
                 x=[at[r["commit"]] for r in own], y=shares, mode="lines+markers", name=esc(cut(name, 40)),
                 line={"color": colour, "width": 1},
-                marker={"color": colour, "size": 7, "symbol": [symbol if r["passed"] else "x" for r in own]},
+                marker={"color": colour, "size": 7, "symbol": [symbol if r["passed"] else "x" for r in own],
+                        "maxdisplayed": sparse},
                 hovertext=[hover(name, f"error {r['error']:.3g}, bound {r['bound']:.3g} ({r['rule']})" if r["bound"]
                                  is not None else f"error {r['error']:.3g}", "passed" if r["passed"] else "WRONG",
                                  f"{short(r['commit'])} {r['subject'] or ''}") for r in own],
                 hoverinfo="text",
             )
         )  # fmt: skip
+        wrong = [(at[r["commit"]], share) for r, share in zip(own, shares, strict=True) if not r["passed"]]
+        if wrong and sparse:
+            fig.add_trace(
+                go.Scatter(x=[x for x, _ in wrong], y=[y for _, y in wrong], mode="markers", name="wrong",
+                           marker={"color": colour, "size": 7, "symbol": "x"}, showlegend=False, hoverinfo="skip")
+            )  # fmt: skip
     fig.add_hline(y=1, line={"color": LINES[3], "dash": "dash", "width": 1}, annotation_text="bound")
     fig.update_layout(**layout(height=340))
     fig.update_xaxes(title="commits, oldest first", tickvals=_ticks(len(commits)),

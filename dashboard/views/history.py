@@ -8,6 +8,7 @@ import streamlit as st
 
 from dashboard import address, parts, queries
 from dashboard.charts import lines
+from dashboard.plot import Selected
 from dashboard.seriesview import lines_of
 from dashboard.source import Judged
 from dashboard.text import cut, short
@@ -48,7 +49,7 @@ def render(view: parts.View) -> None:
     options = [short(point["commit"]) for point in commits]
     shown = address.span("Commits", options, newest=NEWEST)
     figure = lines.with_stack_axis(lines.history(found, normalised, shown))
-    event = parts.figure(figure, "history", select="points+box")
+    event = parts.figure(figure, "history", words, selects=True)
     _zoom(event, options)
     if len(commits) == 1:
         st.info("One commit so far: there is a level, and no change to be seen. Measure another commit with the "
@@ -135,26 +136,24 @@ def _by_filters(key: SeriesKey, row: Any) -> None:
         address.put("dtype", key.dtype)
 
 
-def _zoom(event: Any, options: list[str]) -> None:
+def _zoom(event: Selected, options: list[str]) -> None:
     """A stretch dragged over the chart becomes the stretch in the address."""
-    boxes = (getattr(event, "selection", None) or {}).get("box") or []
-    if not boxes:
+    if not event["stretch"]:
         return
-    ends = sorted(float(x) for x in boxes[0]["x"])
+    ends = sorted(float(x) for x in event["stretch"])
     first, last = max(0, round(ends[0])), min(len(options) - 1, round(ends[-1]))
     if last > first and parts.newly("history box", (first, last, len(options))):
         address.put_both("from", options[first], "to", options[last] if last < len(options) - 1 else None)
         st.rerun()
 
 
-def _point(event: Any, found: list[lines.Line]) -> None:
+def _point(event: Selected, found: list[lines.Line]) -> None:
     """The point that was selected, else the newest: its commit, and its command to copy."""
     point, line = None, None
-    for item in parts.points_of(event):
-        number, commit, dirty = [*(item.get("customdata") or []), -1, "", ""][:3]
-        if isinstance(number, int) and 0 <= number < len(found) and commit:
-            line = found[number]
-            point = next((p for p in line.points if p["commit"] == commit and bool(p["dirty"]) == bool(dirty)), None)
+    number, commit, dirty = [*event["point"], -1, "", ""][:3]
+    if isinstance(number, int) and 0 <= number < len(found) and commit:
+        line = found[number]
+        point = next((p for p in line.points if p["commit"] == commit and bool(p["dirty"]) == bool(dirty)), None)
     if point is None:
         line = max((candidate for candidate in found if candidate.points), key=lambda item: item.points[-1]["rank"])
         point = line.points[-1]

@@ -126,8 +126,8 @@ def _failures(records: Sequence[Mapping[str, Any]]) -> None:
     for at, record in enumerate(logs[:MOST_LOGS]):
         with st.expander(f"Log {at + 1} of {len(logs)}"):
             parts.plain(f"{record['technique']} {record['workload']} {record['variant']}: {record['status']}")
-            st.code(str(record["traceback"]), language=None)
-            parts.command(record.get("reproduce"))
+            parts.command(str(record["traceback"]), f"log {at}")
+            parts.command(record.get("reproduce"), f"command of log {at}")
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:

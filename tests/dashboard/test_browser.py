@@ -193,7 +193,7 @@ def test_a_point_gives_its_command_and_a_stretch_that_is_drawn_stands_in_the_add
     plot.scroll_into_view_if_needed()
     _click_point(watched, 3)
     page.get_by_text("at 030303030303").wait_for(timeout=WAIT_MS)
-    assert page.get_by_test_id("stCode").filter(has_text="pairbench run add_rms_norm").count() >= 1
+    assert page.locator("pre").filter(has_text="pairbench run add_rms_norm").count() >= 1
     page.mouse.move(*_point(watched, 6))
     page.locator('[data-title="Box Select"]').first.click()
     left, right = _point(watched, 5), _point(watched, 12)

@@ -37,6 +37,30 @@ def test_intervals_and_hollow_points_are_drawn() -> None:
     assert "not judged: dirty tree" in trace.hovertext[1]
 
 
+def test_lines_of_many_points_have_few_marks_and_lose_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MOST_MARKED", 10)
+    points = [point(at, 1.0, judged=at != 5, dirty=at == 5) for at in (*range(30), 60)]
+    every = [point(at, 2.0) for at in range(61)]
+    main, bars, kept = lines.history([lines.Line("x", points), lines.Line("all", every)], False).data[:3]
+    assert main.marker.maxdisplayed == lines.SPARSE
+    places = [x for x, y in zip(main.x, main.y, strict=True) if y is not None]
+    assert places == [*range(30), 60]
+    assert all("pairbench run" in text for text, y in zip(main.hovertext, main.y, strict=True) if y is not None)
+    assert bars.x[:3] == (0, 0, None)
+    assert bars.y[:3] == pytest.approx((0.99, 1.01, None))
+    assert (kept.x, kept.marker.symbol) == ((5, 60), ("circle-open", "circle")), "not judged, and without a neighbour"
+    assert {trace.legendgroup for trace in (main, bars, kept)} == {"0"}
+
+
+def test_a_failed_check_is_marked_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair, "MOST_MARKED", 10)
+    rows = [{"variant": "v", "workload": "w", "commit": f"{at:040d}", "error": 1.0 + (at == 7), "bound": 1.5,
+             "passed": at != 7, "rule": "r", "subject": ""} for at in range(20)]  # fmt: skip
+    main, wrong = pair.correctness(rows).data
+    assert main.marker.maxdisplayed == lines.SPARSE
+    assert (wrong.x, wrong.marker.symbol) == ((7,), "x")
+
+
 def test_relative_lines_begin_at_one() -> None:
     line = lines.Line("x", [point(at, 4.0) for at in range(5)] + [point(5, 6.0)])
     assert lines.history([line], True).data[0].y == (1.0,) * 5 + (1.5,)

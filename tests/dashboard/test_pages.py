@@ -27,13 +27,22 @@ def said(page: Any) -> str:
     return "\n".join(str(element.value) for kind in MARKDOWN for element in page.get(kind))
 
 
+def given(page: Any, component: str) -> list[Any]:
+    """What the page gives to each of our components of a name."""
+    protos = [element.proto for element in page.get("bidi_component")]
+    return [json.loads(proto.json or proto.mixed.json) for proto in protos if proto.component_name == component]
+
+
 def codes(page: Any) -> list[str]:
-    return [element.value for element in page.code]
+    return [*(element.value for element in page.code), *(data["text"] for data in given(page, "pairbench_copy"))]
+
+
+def figures(page: Any) -> list[Any]:
+    return [json.loads(data["figure"]) for data in given(page, "pairbench_plot")]
 
 
 def heat_map(page: Any) -> Any:
-    found = [element.proto for element in page.get("bidi_component")]
-    return next(json.loads(proto.json or proto.mixed.json) for proto in found)
+    return given(page, "pairbench_grid")[0]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -114,15 +123,15 @@ def test_text_of_the_store_is_never_markup(name: str, draw: Draw, stores: Stores
     assert not page.exception
     assert "onerror" not in said(page)
     assert "javascript:" not in said(page)
-    for chart in page.get("plotly_chart"):
-        assert "<img" not in json.loads(json.dumps(chart.proto.spec))
+    for figure in figures(page):
+        assert "<img" not in json.dumps(figure)
     for element in page.get("html"):
         assert "onerror" not in element.proto.body
 
 
 def test_a_figure_shows_markup_as_its_characters(draw: Draw, stores: Stores, judged: Any, evil: str) -> None:
     page = draw("history", stores["whole"], technique=evil, gpu="h200")
-    texts = [t for trace in json.loads(page.get("plotly_chart")[0].proto.spec)["data"] for t in trace["hovertext"]]
+    texts = [t for trace in figures(page)[0]["data"] for t in trace["hovertext"]]
     assert any(html.escape("<img src=x onerror=alert(1)>") in text for text in texts)
 
 
@@ -147,7 +156,7 @@ def test_moving_a_filter_writes_it_into_the_address_and_links_carry_it(draw: Dra
 def test_a_stretch_of_commits_stands_in_the_address(draw: Draw, stores: Stores, judged: Any) -> None:
     query = {"technique": "add_rms_norm", "gpu": "h200", "from": "05" * 6, "to": "08" * 6}
     page = draw("history", stores["whole"], **query)
-    spec = json.loads(page.get("plotly_chart")[0].proto.spec)
+    spec = figures(page)[0]
     assert spec["layout"]["xaxis"]["range"] == [4.3, 8.7]
 
 
@@ -158,14 +167,14 @@ def test_a_planted_step_is_marked_and_opens_from_its_verdict(draw: Draw, stores:
     page = draw("regressions", stores["whole"], series=found[0].key.text)
     assert any("git checkout" in code or "pairbench run" in code for code in codes(page))
     history = draw("history", stores["whole"], series=found[0].key.text)
-    marks = [trace.get("name") for trace in json.loads(history.get("plotly_chart")[0].proto.spec)["data"]]
+    marks = [trace.get("name") for trace in figures(history)[0]["data"]]
     assert "regressed" in marks
     assert any("10" * 6 in str(row) for row in history.dataframe[0].value["commit"])
 
 
 def test_every_point_has_a_command(draw: Draw, stores: Stores, judged: Any) -> None:
     page = draw("history", stores["whole"], unfold="points", technique="add_rms_norm", gpu="h200")
-    traces = [t for t in json.loads(page.get("plotly_chart")[0].proto.spec)["data"] if t.get("mode") == "lines+markers"]
+    traces = [t for t in figures(page)[0]["data"] if t.get("mode") == "lines+markers"]
     assert traces
     for trace in traces:
         points = [text for text, y in zip(trace["hovertext"], trace["y"], strict=True) if y is not None]
@@ -304,7 +313,7 @@ def test_a_store_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_first_page_loads_neither_highlighter_nor_plotly(draw: Draw, stores: Stores, judged: Any) -> None:
     page = draw("overview", stores["whole"])
     assert not page.code
-    assert not page.get("plotly_chart")
+    assert not figures(page)
 
 
 def test_a_dirty_tree_is_compared_and_opened_only_when_it_is_asked_for(draw: Draw, maker: Any) -> None:
@@ -360,7 +369,7 @@ def test_the_error_is_drawn_over_the_newest_commits_and_older_failures_are_count
         maker.run(at, "h200", everything=False)
     page = draw("technique", maker.root, technique="add_rms_norm")
     assert "The newest 3 of 5 commits are drawn; before them 0 check(s) failed." in said(page)
-    assert any("03" * 6 in chart.proto.spec and "00" * 6 not in chart.proto.spec for chart in page.get("plotly_chart"))
+    assert any("03" * 6 in text and "00" * 6 not in text for text in map(json.dumps, figures(page)))
 
 
 @pytest.mark.parametrize("name", ["history", "technique"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dashboard import ahead, serve
+from dashboard import ahead, plot, serve
 from dashboard.source import close_sources, open_source
 from harness.history.engine import History
 
@@ -69,11 +69,21 @@ def test_pages_ask_nothing_twice_until_the_store_changes(asked: list[str], draw:
 
 def test_the_scripts_that_are_asked_for_ahead_are_there() -> None:
     assert set(ahead.NEEDS) == set(PAGES)
-    for beginning in {one for needs in ahead.NEEDS.values() for one in needs}:
+    for beginning in {one for needs in ahead.NEEDS.values() for one in needs} - {ahead.PLOTLY}:
         name = ahead.script(beginning)
         assert name is not None, f"this version of Streamlit has no script {beginning}"
         assert name.endswith(".js")
     assert ahead.script("No such script.") is None
+
+
+def test_the_server_hands_out_the_script_of_plotly(draw: Draw, stores: Stores) -> None:
+    import plotly
+
+    draw("history", stores["whole"])
+    name, _, file = plot.SCRIPT.removeprefix("component/").partition("/")
+    assert name == f"{plot.__name__}.plotly", "a component is named after its module"
+    assert (plot.FOLDER / file).is_file()
+    assert plot.FOLDER.is_relative_to(Path(plotly.__file__).parent)
 
 
 def test_the_overview_asks_for_figures_only_when_it_stands_still() -> None:
