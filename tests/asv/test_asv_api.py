@@ -118,7 +118,8 @@ def test_records_go_to_the_store_named_by_the_call_else_by_the_environment(
     monkeypatch.delenv(asv_api.MODE, raising=False)
     for store, folder in ((None, "named"), (str(tmp_path / "given"), "given")):
         asv_api.measure("add_rms_norm", ODD, store=store)
-        (run,) = Store(tmp_path / folder).read()
+        run, end = Store(tmp_path / folder).read()
+        assert (end["type"], end["spent"]["sampling_s"]) == ("end", 0.0)
         assert (run["type"], run["commit"], run["dirty"]) == ("run", "a" * 40, False)
         assert run["plan"] == [{"technique": "add_rms_norm", "workloads": ["smoke_odd"], "ranks": 1}]
         assert str(tmp_path) not in json.dumps(run)
