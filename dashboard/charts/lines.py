@@ -156,10 +156,11 @@ def _line(
         marks.append(symbol if point["judged"] else f"{symbol}-open")
         custom.append([number, str(point["commit"]), "dirty" if point["dirty"] else ""])
     few = len(points) <= 150
+    signs = symbol if set(marks) <= {symbol} else marks  # Plotly checks a list of them one by one
     main = go.Scatter(
         x=x, y=y, mode="lines+markers", name=esc(cut(line.name, 70)), connectgaps=False, customdata=custom,
         line={"color": colour, "width": 1, "dash": dash},
-        marker={"color": colour, "symbol": marks, "size": 7 if few else 4},
+        marker={"color": colour, "symbol": signs, "size": 7 if few else 4},
         hovertext=texts, hoverinfo="text", legendgroup=str(number),
     )  # fmt: skip
     if every:
