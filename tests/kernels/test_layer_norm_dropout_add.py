@@ -228,7 +228,7 @@ def test_bad_input_is_named(draw):
 
 @pytest.mark.slow
 def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes(compile_for_hopper):
-    jobs, launches = [], []
+    jobs, launches, spilled = [], [], []
     for columns, pointer, itemsize in [(4096, "*bf16", 2), (8192, "*bf16", 2), (1024, "*bf16", 2), (1024, "*fp32", 4)]:
         for backward in (False, True):
             launch = launch_shape(columns, itemsize, backward=backward)
@@ -245,8 +245,10 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
             job = {"kernel": kernel, "arguments": arguments, "warps": launch.warps, "ptx": True}
             jobs.append(job | {"options": {"maxnreg": launch.registers}})
             launches.append(launch)
-    for launch, job, report in zip(launches, jobs, compile_for_hopper(jobs), strict=True):
-        assert report["stack"] == 0, job
+            # Five programs beside each other were measured ahead of four, whose registers hold everything.
+            spilled.append(32 if launch == Launch(1, 4096, 4, 96) else 0)
+    for launch, job, most, report in zip(launches, jobs, spilled, compile_for_hopper(jobs), strict=True):
+        assert report["stack"] <= most, job
         assert report["registers"] * 32 * launch.warps <= 65_536, job
         if launch.stages > 1:  # tiles come by asynchronous copies, 16 bytes each, of two tensors
             assert report["ptx"].count("cp.async.cg.shared.global") >= 2
