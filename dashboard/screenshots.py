@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import shutil
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 from PIL import Image
+
+from dashboard.chromium import ARGUMENTS, browser_here
 
 #: Name → page, width, height, colour scheme.
 SHOTS: Final = {
@@ -25,8 +26,6 @@ SHOTS: Final = {
     "compare": ("compare", 1280, 860, "light"),
     "phone": ("", 390, 844, "dark"),
 }
-ARGUMENTS: Final = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-                    "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 COLOURS: Final = 96
 #: The script has ended, no placeholder is left, every figure is there, and every verdict is in.
 DRAWN: Final = """() => {
@@ -60,15 +59,10 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the pictures go; those of the same names are replaced")
     parser.add_argument("--query", action="append", default=[], metavar="PAGE?NAME=VALUE", help="filters of a page")
     asked = parser.parse_args()
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        print("Playwright is not installed: pip install playwright", file=sys.stderr)
+    found = browser_here()
+    if found is None:
         return 2
-    if chromium is None:
-        print("no chromium here: apt-get install chromium", file=sys.stderr)
-        return 2
+    sync_playwright, chromium = found
     asked.folder.mkdir(parents=True, exist_ok=True)
     queries = {word.partition("?")[0]: word for word in asked.query}
     with sync_playwright() as started:

@@ -19,7 +19,6 @@ import contextlib
 import ctypes
 import json
 import os
-import shutil
 import signal
 import socket
 import statistics
@@ -31,6 +30,8 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
+
+from dashboard.chromium import ARGUMENTS, browser_here
 
 PAGES: Final = ("overview", "technique", "history", "regressions", "compare", "serving", "scaling", "runs")
 #: Page → labels of the filters that are moved on it, each to an option that it did not have.
@@ -44,8 +45,6 @@ FILTERS: Final = {
     "scaling": ("GPU type",),
     "runs": ("GPU type",),
 }
-ARGUMENTS: Final = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-                    "--disable-component-update", "--disable-sync", "--no-first-run"]  # fmt: skip
 #: From linux/prctl.h.
 PR_SET_PDEATHSIG: Final = 1
 QUIET_MS: Final = 700
@@ -246,15 +245,10 @@ def main() -> int:
     asked = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stopped)
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ModuleNotFoundError:
-        print("Playwright is not installed: pip install playwright", file=sys.stderr)
+    here = browser_here()
+    if here is None:
         return 2
-    if chromium is None:
-        print("no chromium here: apt-get install chromium", file=sys.stderr)
-        return 2
+    sync_playwright, chromium = here
     with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
         (empty := Path(made) / "empty").mkdir()
         addresses = {

@@ -63,6 +63,10 @@ class Measurement:
         """Measures everything and reports every variant, whatever happens to one of them."""
         self.ctx.mesh = mesh
         self._sort_out()
+        if not any(entry.alive for entry in self.entries):  # what inputs and work are made of may be what is not here
+            for entry in self.entries:
+                self.events.result(self.workload.name, entry.name, entry.status, entry.reason)
+            return
         if self._check_all(self._draw(0), first=True) and self.job.timing:
             self._time_all()
             self._let_go()
@@ -169,8 +173,8 @@ class Measurement:
             return judge_scored(oracle_case.score(result))
         tensors = [v for v in (self._inputs or {}).values() if isinstance(v, torch.Tensor)]
         gathered = max((t.numel() for t in tensors), default=0)
-        first = entry.name == "baseline"
-        return judge(self.pair.tolerance, self.workload.dtype, truth, result, baseline, first, gathered)
+        is_baseline = entry.name == "baseline"
+        return judge(self.pair.tolerance, self.workload.dtype, truth, result, baseline, is_baseline, gathered)
 
     def _result(self, entry: Entry, inputs: Inputs, first: bool) -> Mapping[str, Any]:
         """Builds the case when it is not there, runs it on these inputs and gives a copy of what it found."""

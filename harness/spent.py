@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Part → the keys of ``costs`` that it adds up, over all records of the run.
-PARTS = {"energy_s": "energy_s", "check_s": "check_s", "compile_s": "compile_s", "memory_s": "memory_s"}
+#: Keys of ``costs`` that are added up over all records of the run.
+PARTS = ("energy_s", "check_s", "compile_s", "memory_s")
 
 
 def spent(records: Sequence[Mapping[str, Any]], total_s: float) -> dict[str, float]:
@@ -16,7 +16,7 @@ def spent(records: Sequence[Mapping[str, Any]], total_s: float) -> dict[str, flo
     """
     costs = [r.get("costs") or {} for r in records]
     parts = {"total_s": total_s, "sampling_s": _sampling(records)}
-    parts |= {part: float(sum(c.get(key, 0.0) for c in costs)) for part, key in PARTS.items()}
+    parts |= {part: float(sum(c.get(part, 0.0) for c in costs)) for part in PARTS}
     inside = sum(parts[name] for name in ("sampling_s", "energy_s", "check_s", "compile_s"))
     share = max(0.0, 1 - inside / total_s) if total_s > 0 else 0.0
     return {name: round(value, 6) for name, value in {**parts, "outside_share": share}.items()}

@@ -17,11 +17,9 @@ def main(path: str) -> None:
     import torch
 
     from harness.discover import find, load_pair
-    from harness.entry import here_of
     from harness.measure import Measurement
     from harness.memory import keep_imports
     from harness.ranked import Agreement
-    from harness.requires import why_not
     from harness.world import close_world, init_world
 
     if job.device == "cuda" and not torch.cuda.is_available():
@@ -33,16 +31,7 @@ def main(path: str) -> None:
     pair = load_pair(find(job.technique))
     chosen = [pair.variant(name) for name in pair.variants if name in job.variants]
     keep_imports(any(v.compiled for v in chosen) and any(w.tier != "smoke" for w in job.workloads))
-    here = here_of(torch.device(job.device), world)
     for workload in job.workloads:
-        reasons = {
-            name: job.skip.get(f"{workload.name}/{name}") or why_not(pair.variant(name), workload, here, job.timing)
-            for name in job.variants
-        }
-        if all(reasons.values()):  # what the inputs are made of may be what is not here
-            for name, reason in reasons.items():
-                events.result(workload.name, name, "skipped", reason or "")
-            continue
         Measurement(pair, workload, job, agreement, events).run(mesh)
     events.done()
     events.close()

@@ -125,9 +125,8 @@ def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[M
     out.print(f"run {run} on {first['gpu']} ({first['machine']}), {commit}, {first['time']}", markup=False)
     argv = (first.get("asked") or {}).get("argv") or []
     if argv:
-        program = (
-            "" if argv[0] == "asv" else "pairbench "
-        )  # under asv the suite of a technique asks, as `asv TECHNIQUE`
+        # Under asv the suite of a technique asks, as `asv TECHNIQUE`.
+        program = "" if argv[0] == "asv" else "pairbench "
         out.print(f"asked: {program}{shlex.join(map(str, argv))}", markup=False)
     for record in records:
         if record["run"] == run and record["type"] == "sentinel" and record.get("moved"):
