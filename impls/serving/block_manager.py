@@ -113,6 +113,13 @@ class SharingPool(BlockPool):
             self._idle.pop(block, None)
             self._holders[block] += 1
 
+    def forget(self, block: int) -> None:
+        """What is in the block is known to nobody any more; it is free at once if nobody holds it."""
+        self.index.drop(block)
+        if block in self._idle:
+            del self._idle[block]
+            super().give_back([block])
+
     def give_back(self, blocks: Collection[int]) -> None:
         """One holder less, for a sequence's blocks in their order."""
         for block in reversed(list(blocks)):
@@ -277,9 +284,11 @@ class BlockManager:
         """Takes back all its blocks, wherever they are; ``broken`` says that nobody shall find what is in them."""
         self._leave(sequence)
         if broken and self.sharing is not None:
-            for block in sequence.blocks:
-                if block in self.sharing.index:
-                    self.sharing.index.drop(block)
+            # By its text, since blocks of an answer that was complete by its length are no longer its own.
+            full = len(sequence.tokens) // self.block_size
+            for node in list(self.sharing.index.along(sequence.tokens, sequence.keys, full)):
+                if node.block is not None:
+                    self.sharing.forget(node.block)
         if sequence.blocks:
             slots = len(sequence.blocks) * self.block_size
             self.slots_reserved += slots

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from impls.serving.recorder import Recorder
-from impls.serving.request import PENDING, Limits, Request, Sequence, State
+from impls.serving.request import PENDING, Limits, Request, Sequence, sent_at
 from impls.serving.scheduler import EngineConfig, Scheduler, Step
 
 #: A runner's token for a sequence whose logits were not numbers.
@@ -75,8 +75,9 @@ class Engine:
 
     waited: seconds that the host spent waiting for the device's tokens; what it did beside that is hidden by lookahead
     as long as it still has to wait.
-    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens, and what was refused;
-    prompt_tokens of what was admitted, and cached_tokens of them that were in the cache.
+    counters: steps, prefill_tokens, decode_tokens, preempted, swapped_blocks, recomputed_tokens (those that run again
+    after a preemption), and what was refused; prompt_tokens of what was admitted, and cached_tokens of them that were
+    in the cache.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Engine:
             self.counters["refused"] += 1
             self._outbox.append(Output(request.id, finished="refused", reason=reason))
             if self.recorder is not None:
-                self.recorder.ended(request.id, max(self.now, request.arrival), "refused", reason)
+                self.recorder.ended(request.id, max(self.now, sent_at(request)), "refused", reason)
             return reason
         sequence = Sequence(request)
         self._sequences[request.id] = sequence
@@ -236,15 +237,21 @@ class Engine:
         """Replays requests by the clock, from a fresh engine: each is sent at its arrival, however busy the engine is.
 
         Between arrivals an idle engine sleeps; it never waits for an answer before it sends the next (open loop).
+
+        Raises:
+            ValueError: two requests share an id; nothing was sent.
         """
+        coming = deque(sorted(requests, key=sent_at))
+        twice = [name for name, count in Counter(request.id for request in coming).items() if count > 1]
+        if twice:
+            raise ValueError(f"request {twice[0]!r} is there twice; give each request its own id")
         self.reset()
-        coming = deque(sorted(requests, key=lambda r: r.arrival))
         while coming or not self.idle:
             now = self.now
-            while coming and coming[0].arrival <= now:
+            while coming and sent_at(coming[0]) <= now:
                 self.submit(coming.popleft())
             if self.idle:
-                self.sleep(max(0.0, coming[0].arrival - now))
+                self.sleep(max(0.0, sent_at(coming[0]) - now))
                 continue
             for output in self.step():
                 if on_output is not None:
@@ -281,13 +288,10 @@ class Engine:
             count[kind] += chunk.length
         for sequence, known in step.admitted:
             if sequence.preemptions:
-                count["recomputed_tokens"] -= known
+                count["recomputed_tokens"] += max(0, sequence.lost - known)
                 continue
             sequence.cached = known
             count["prompt_tokens"] += sequence.prompt_len
             count["cached_tokens"] += known
         count["preempted"] += len(step.preempted)
-        count["recomputed_tokens"] += sum(
-            len(sequence.tokens) - 1 for sequence in step.preempted if sequence.state is State.WAITING
-        )
         count["swapped_blocks"] += len(step.swap_out) + len(step.swap_in)

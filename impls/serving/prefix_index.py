@@ -12,8 +12,9 @@ prefixes of equal hash are therefore never taken for each other, and a short, fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from itertools import takewhile
 
 Text = tuple[int, ...]
 #: Hash of a block from the hash of the one before it (0 for none) and its tokens.
@@ -72,14 +73,17 @@ class PrefixIndex:
 
     def find(self, tokens: Items[int], keys: list[int], blocks: int) -> list[Node]:
         """The longest run of cached blocks that the text begins with, ``blocks`` at most; ``keys`` as far as known."""
+        return list(takewhile(lambda node: node.block is not None, self.along(tokens, keys, blocks)))
+
+    def along(self, tokens: Items[int], keys: list[int], blocks: int) -> Iterator[Node]:
+        """The pieces of a text that are kept, from its beginning on, whether a block still holds them or not."""
         self.extend_keys(keys, tokens, blocks)
-        found: list[Node] = []
+        node: Node | None = None
         for place in range(blocks):
-            node = self._exact(found[-1] if found else None, keys[place], self.text(tokens, place))
-            if node is None or node.block is None:
-                break
-            found.append(node)
-        return found
+            node = self._exact(node, keys[place], self.text(tokens, place))
+            if node is None:
+                return
+            yield node
 
     def put(self, parent: Node | None, key: int, tokens: Text, block: int) -> Node:
         """Says that ``block`` holds ``tokens`` after the text of ``parent``.

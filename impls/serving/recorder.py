@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from impls.serving.request import Request
+from impls.serving.request import Request, prompt_length, sent_at
 
 
 class Recorder:
@@ -28,12 +28,12 @@ class Recorder:
     def arrived(self, request: Request) -> None:
         """A request was sent."""
         self.requests[request.id] = {
-            "arrival": request.arrival,
+            "arrival": sent_at(request),
             "token_times": [],
             "finish": None,
             "status": "failed",
             "reason": "the run ended before it did",
-            "prompt_tokens": len(request.prompt),
+            "prompt_tokens": prompt_length(request),
             "preemptions": 0,
             "cached_tokens": 0,
         }

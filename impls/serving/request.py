@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
@@ -56,7 +56,12 @@ class Limits:
 
     def refusal(self, request: Request) -> str | None:
         """Why this request cannot be served, or None. What passes can always be finished, so nothing waits for ever."""
-        return _sampling_problem(request.sampling) or self._length_problem(request) or self._token_problem(request)
+        return (
+            _form_problem(request)
+            or _sampling_problem(request.sampling)
+            or self._length_problem(request)
+            or self._token_problem(request)
+        )
 
     def _length_problem(self, request: Request) -> str | None:
         prompt, answer = len(request.prompt), request.sampling.max_tokens
@@ -79,21 +84,49 @@ class Limits:
         return None
 
 
+def sent_at(request: Request) -> float:
+    """Its arrival; 0 where that is no time, which it is refused for."""
+    return request.arrival if _is_number(request.arrival) and request.arrival >= 0 else 0.0
+
+
+def prompt_length(request: Request) -> int:
+    """Tokens of its prompt; 0 where that is none, which it is refused for."""
+    return len(request.prompt) if isinstance(request.prompt, Items) else 0
+
+
 def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _form_problem(request: Request) -> str | None:
+    prompt: Any = request.prompt
+    sampling: Any = request.sampling
+    if not isinstance(prompt, Items):
+        return f"the prompt is of type {type(prompt).__name__}, not a sequence of token ids"
+    if not isinstance(sampling, Sampling):
+        return f"sampling is {sampling!r}, not a Sampling"
+    if not _is_number(request.arrival) or request.arrival < 0:
+        return f"arrival is {request.arrival!r}; it must be a finite number of seconds, at least 0"
+    return None
 
 
 def _sampling_problem(sampling: Sampling) -> str | None:
     if not _is_whole(sampling.max_tokens) or sampling.max_tokens < 1:
         return f"max_tokens is {sampling.max_tokens!r}; it must be a whole number of at least 1"
-    if not isinstance(sampling.temperature, int | float) or not 0.0 <= sampling.temperature < math.inf:
+    if not _is_number(sampling.temperature) or sampling.temperature < 0:
         return f"temperature is {sampling.temperature!r}; it must be a finite number of at least 0"
-    if not isinstance(sampling.top_p, int | float) or not 0.0 < sampling.top_p <= 1.0:
+    if not _is_number(sampling.top_p) or not 0 < sampling.top_p <= 1:
         return f"top_p is {sampling.top_p!r}; it must be above 0 and at most 1"
-    if not _is_whole(sampling.top_k) or sampling.top_k < 0:
+    if not _is_whole(sampling.top_k) or not 0 <= sampling.top_k < 2**63:
         return f"top_k is {sampling.top_k!r}; it must be a whole number of at least 0"
     if not _is_whole(sampling.seed) or not -(2**63) <= sampling.seed < 2**63:
         return f"seed is {sampling.seed!r}; it must be a 64-bit whole number"
+    if not isinstance(sampling.stop, tuple | list) or not all(map(_is_whole, sampling.stop)):
+        return f"stop is {sampling.stop!r}; it must be a tuple of token ids"
     return None
 
 
@@ -115,8 +148,9 @@ class Sequence:
 
     tokens: the prompt and what was generated so far. computed: how many of them have their keys and values in the
     cache. blocks: the cache blocks that hold them, in order; host_blocks: those on the host while it is swapped out.
-    cached: prompt tokens that were in the cache when it was first admitted. keys: hashes of its first blocks, as far as
-    asked for; indexed: how many of its blocks the prefix index was told of, and prefix: where it stands there.
+    lost: how many were computed when they were last given up for others. cached: prompt tokens that were in the cache
+    when it was first admitted. keys: hashes of its first blocks, as far as asked for; indexed: how many of its blocks
+    the prefix index was told of, and prefix: where it stands there.
     """
 
     __slots__ = (
@@ -128,6 +162,7 @@ class Sequence:
         "indexed",
         "keys",
         "limit",
+        "lost",
         "preemptions",
         "prefix",
         "prompt_len",
@@ -147,6 +182,7 @@ class Sequence:
         self.host_blocks: list[int] = []
         self.state = State.WAITING
         self.preemptions = 0
+        self.lost = 0
         self.cached = 0
         self.keys: list[int] = []
         self.indexed = 0

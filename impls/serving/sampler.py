@@ -23,6 +23,8 @@ from impls.serving.to_device import to_device
 #: The nucleus is looked for among so many candidates first; almost always it is there, and nothing is sorted in full.
 CANDIDATES = 1024
 _MASK = 0xFFFFFFFF
+#: Temperatures beyond these draw as these do: the likeliest alone, or all alike. Logits over them stay numbers.
+_COLDEST, _HOTTEST = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def sample(logits_BV: Tensor, draws: Draws | None) -> Tensor:
     tokens_B = greedy_B
     if draws is not None:
         noisy_B1 = (draws.temperatures_B > 0).unsqueeze(1)
-        scaled_BV = logits_BV / torch.where(noisy_B1, draws.temperatures_B.unsqueeze(1), 1.0)
+        scaled_BV = logits_BV / torch.where(noisy_B1, draws.temperatures_B.unsqueeze(1), 1.0).clamp(_COLDEST, _HOTTEST)
         kept_BV = keep_top_p(keep_top_k(scaled_BV, draws), draws)
         raced_BV = kept_BV - exponential_noise(draws.keys_B, logits_BV.shape[1]).log()
         tokens_B = torch.where(noisy_B1.squeeze(1), raced_BV.argmax(dim=-1), greedy_B)

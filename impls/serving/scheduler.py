@@ -210,7 +210,7 @@ class Scheduler:
             self.swapped.appendleft(victim)
             return
         self.blocks.release(victim)
-        victim.computed = 0
+        victim.lost, victim.computed = victim.computed, 0
         victim.state = State.WAITING
         self.waiting.appendleft(victim)
         self._batch_left += 1

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from harness.serving.timeline import parse_timeline
 from impls.model.config import ModelConfig
 from impls.model.weights import load_model
 from impls.serving.engine import Engine, Output
 from impls.serving.plain_loop import plain_tokens
+from impls.serving.recorder import Recorder
 from impls.serving.request import Request, Sampling
 from impls.serving.runner import ModelRunner
 from impls.serving.scheduler import EngineConfig
@@ -163,17 +165,28 @@ BAD = {
     "nan top_p": (Request("x", [1], Sampling(temperature=1.0, top_p=math.nan)), "top_p is nan"),
     "top_k": (Request("x", [1], Sampling(temperature=1.0, top_k=-1)), "top_k is -1"),
     "seed": (Request("x", [1], Sampling(seed=2**63)), "seed is"),
+    "no prompt": (Request("x", None), "the prompt is of type NoneType, not a sequence of token ids"),
+    "no order": (Request("x", {1, 2}), "the prompt is of type set"),
+    "no sampling": (Request("x", [1], None), "sampling is None"),
+    "temperature beyond floats": (Request("x", [1], Sampling(temperature=10**400)), "temperature is 1000"),
+    "top_k beyond 64 bits": (Request("x", [1], Sampling(temperature=1.0, top_k=2**63)), "top_k is 9223372036854775808"),
+    "stop": (Request("x", [1], Sampling(stop=5)), "stop is 5; it must be a tuple of token ids"),
+    "nan arrival": (Request("x", [1], arrival=math.nan), "arrival is nan"),
+    "endless arrival": (Request("x", [1], arrival=math.inf), "arrival is inf"),
+    "negative arrival": (Request("x", [1], arrival=-1.0), "arrival is -1.0"),
+    "arrival": (Request("x", [1], arrival="noon"), "arrival is 'noon'"),
 }
 
 
 @pytest.mark.parametrize(("bad", "reason"), BAD.values(), ids=BAD.keys())
 def test_what_makes_no_sense_is_refused_alone_with_its_reason(model, requests, answers, bad, reason):
-    engine = Engine(ModelRunner(model, CONFIG), CONFIG)
+    engine = Engine(ModelRunner(model, CONFIG), CONFIG, recorder=Recorder())
     ends: dict[str, Output] = {}
     engine.serve([bad, requests[0]], lambda o: ends.update({o.id: o}) if o.finished else None)
     assert ends["x"].finished == "refused"
     assert re.search(reason, ends["x"].reason)
     assert ends["r0"].finished == "length"
+    assert [r.status for r in parse_timeline(engine.recorder.timeline()).requests] == ["refused", "finished"]
     with pytest.raises(ValueError, match=reason):
         next(engine.stream(bad))
 
@@ -193,6 +206,10 @@ def test_an_id_under_way_cannot_be_used_twice(model, requests):
     engine.submit(requests[0])
     with pytest.raises(ValueError, match="under way"):
         engine.submit(requests[0])
+    # A trace is looked through before any of it is sent.
+    with pytest.raises(ValueError, match="'r1' is there twice"):
+        engine.serve([requests[0], requests[1], replace(requests[1], arrival=5.0)])
+    assert not engine.idle
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

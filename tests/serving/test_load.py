@@ -104,6 +104,25 @@ def test_five_hundred_requests_in_a_cache_for_three(fake, switches):
         assert max(tokens for tokens, _ in runner.steps) <= config.max_step_tokens
 
 
+def test_only_tokens_that_had_been_computed_are_computed_again(fake):
+    config = EngineConfig(max_running=2, max_step_tokens=3, block_size=4, num_blocks=10, context=40)
+    engine = Engine(fake.Runner(VOCAB, config.num_blocks, config.block_size), config)
+    engine.submit(Request("old", list(range(8)), Sampling(max_tokens=32)))
+    while engine.counters["decode_tokens"] < 1:
+        engine.step()
+    # Two tokens of this prompt run beside each token of the other's answer, until there is no block for both.
+    engine.submit(Request("new", list(range(24)), Sampling(max_tokens=2)))
+    computed = 0
+    while not engine.idle:
+        engine.step()
+        if not engine.counters["preempted"]:
+            computed = max([computed, *(s.computed for s in engine.scheduler.running if s.id == "new")])
+    assert 0 < computed < 24
+    assert engine.counters["preempted"] == 1
+    assert engine.counters["recomputed_tokens"] == computed
+    assert engine.counters["prefill_tokens"] == 8 + 24 + computed
+
+
 @pytest.mark.slow
 def test_ten_thousand_requests_leave_nothing_behind(fake):
     sizes = {"max_running": 16, "max_step_tokens": 64, "block_size": 8, "num_blocks": 60, "context": 130}

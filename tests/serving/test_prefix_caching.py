@@ -143,18 +143,23 @@ def test_a_conversation_finds_its_own_answers(model):
     assert engine.counters["cached_tokens"] == 20
 
 
-def test_a_failed_request_leaves_nothing_that_others_would_find():
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("answer", [1, 2, 4])
+def test_a_failed_request_leaves_nothing_that_others_would_find(answer, lookahead):
     broken = load_model(shape=SMALL, seed=4)
     with torch.no_grad():
         broken.embed_tokens.weight[7] = math.nan
-    engine = Engine(ModelRunner(broken, CONFIG), CONFIG)
-    engine.submit(Request("bad", [7] * 20, Sampling(max_tokens=4)))
+    config = replace(CONFIG, lookahead=lookahead)
+    engine = Engine(ModelRunner(broken, config), config)
+    # An answer that is complete by its length has given its blocks away before its tokens are known to be none.
+    engine.submit(Request("bad", [7] * 20, Sampling(max_tokens=answer)))
     ends = []
     while not engine.idle:
         ends.extend(o.finished for o in engine.step() if o.finished)
     assert ends == ["failed"]
     assert len(engine.scheduler.blocks.sharing.index) == 0
     assert engine.scheduler.blocks.sharing.idle == []
+    assert engine.scheduler.blocks.device.free == config.num_blocks
 
 
 def test_reserved_runs_share_nothing():

@@ -122,6 +122,20 @@ def test_greedy_rows_take_the_largest_among_rows_that_draw():
     assert torch.equal(tokens[[0, 1, 3]], logits.argmax(-1)[[0, 1, 3]])
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-39, 1e-44, 1e-300])
+def test_the_coldest_draw_is_the_likeliest_token(temperature):
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
+    limits = ({}, {"top_k": 5}, {"top_p": 0.5}, {"top_k": 9, "top_p": 0.9})
+    batch = [(Sampling(temperature=temperature, **limit), 3) for limit in limits]
+    assert torch.equal(sample(logits, Draws.of(batch, CPU)), logits.argmax(dim=1))
+
+
+def test_the_hottest_draw_takes_any_token_but_the_impossible():
+    logits = torch.zeros(64, 8).index_fill(1, torch.tensor([0, 3]), -torch.inf)
+    batch = [(Sampling(temperature=1e300, seed=seed), 3) for seed in range(64)]
+    assert set(sample(logits, Draws.of(batch, CPU)).tolist()) == {1, 2, 4, 5, 6, 7}
+
+
 def test_all_greedy_needs_no_draws():
     assert Draws.of([(Sampling(), 1), (Sampling(1.0, top_k=1), 2)], CPU) is None
 
