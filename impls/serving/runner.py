@@ -93,10 +93,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Callable[[], list[int]]:
-        """Moves blocks and starts the chunks; what it returns waits for the tokens of the chunks that sample."""
+        """Moves blocks and starts the chunks, if any; what it returns waits for the tokens of those that sample."""
         self.cache.copy_out(step.swap_out)
         self.cache.copy(step.copies)
         self.cache.copy_in(step.swap_in)
+        if not step.chunks:
+            return _collector(self.drawn[:0], [])
         chunks = sorted(step.chunks, key=lambda chunk: chunk.length > 1)
         if self.config.batch_invariant:
             # In several passes a sequence must not come before one whose blocks it reads.
