@@ -70,10 +70,10 @@ def sample(logits_BV: Tensor, draws: Draws | None) -> Tensor:
 
         tokens: Tensor = sample_rows(logits_BV, draws.temperatures_B, draws.top_ks_B, draws.top_ps_B, draws.keys_B)
         return tokens
-    logits_BV = logits_BV.float()
     best_B, greedy_B = logits_BV.max(dim=-1)
     tokens_B = greedy_B
     if draws is not None:
+        logits_BV = logits_BV.float()
         noisy_B1 = (draws.temperatures_B > 0).unsqueeze(1)
         scaled_BV = logits_BV / torch.where(noisy_B1, draws.temperatures_B.unsqueeze(1), 1.0).clamp(_COLDEST, _HOTTEST)
         kept_BV = keep_top_p(keep_top_k(scaled_BV, draws), draws)
