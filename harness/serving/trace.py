@@ -101,13 +101,22 @@ class Shape:
 
 
 def fit(trace: Trace, shape: Shape) -> Trace:
-    """The trace with scales and limits applied; its first arrival becomes 0."""
+    """The trace with scales and limits applied; its first arrival becomes 0.
+
+    Raises:
+        UsageError: a rate for several requests that all have one time, which nothing can stretch.
+    """
     requests = trace.requests[: shape.limit] if shape.limit else trace.requests
     if not requests:
         return trace
     first, last = requests[0].arrival, requests[-1].arrival
     stretch = shape.time_scale
-    if shape.request_rate and last > first:
+    if shape.request_rate and len(requests) > 1:
+        if last <= first:
+            raise UsageError(
+                f"trace {trace.name}: a rate of {shape.request_rate:g} a second cannot be given to {len(requests)} "
+                "requests of one and the same time; take more of them, or no rate"
+            )
         stretch = (len(requests) - 1) / shape.request_rate / (last - first)
     out: list[TraceRequest] = []
     clipped = 0
@@ -117,10 +126,17 @@ def fit(trace: Trace, shape: Shape) -> Trace:
         short_output = min(output, shape.max_output or output)
         clipped += (short_prompt, short_output) != (prompt, output)
         arrival = (r.arrival - first) * stretch
-        out.append(replace(r, arrival=arrival, prompt_tokens=short_prompt, output_tokens=short_output))
+        text = None if r.text is None else _cut(r.text, short_prompt / r.prompt_tokens)
+        out.append(replace(r, arrival=arrival, prompt_tokens=short_prompt, output_tokens=short_output, text=text))
     block = _scaled(trace.prefix_block_tokens, shape.length_scale) if trace.prefix_block_tokens else 0
     return replace(trace, requests=tuple(out), prefix_block_tokens=block, clipped=trace.clipped + clipped)
 
 
 def _scaled(tokens: int, scale: float) -> int:
     return tokens if scale == 1.0 else max(1, round(tokens * scale))
+
+
+def _cut(text: str, share: float) -> str:
+    """So much of a text, from its beginning; said again where more is wanted."""
+    wanted = max(1, round(len(text) * share))
+    return (text * -(-wanted // len(text)))[:wanted]

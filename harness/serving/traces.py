@@ -19,7 +19,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,9 @@ from harness.serving.trace import SPELLED, Shape, Trace, TraceRequest, fit
 
 FORMATS: Final = ("azure", "mooncake", "burstgpt", "sharegpt")
 MOONCAKE_BLOCK: Final = 512
+#: Tokens and seconds beyond these are damage, not a request: some 10^9 tokens, and 3,000 years.
+LONGEST: Final = 2**30
+LATEST: Final = 1e14
 
 
 def load_trace(
@@ -100,7 +103,7 @@ def detect_format(file: Path) -> str:
         return "sharegpt"
     if first.startswith("{"):
         return "mooncake"
-    columns = {c.strip().strip('"') for c in first.split(",")}
+    columns = {c.strip().strip('"').strip() for c in first.split(",")}
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
         return "azure"
     if {"Timestamp", "Request tokens", "Response tokens"} <= columns:
@@ -122,56 +125,64 @@ Row = tuple[str, TraceRequest | str]
 
 def _whole(value: Any, what: str, least: int = 1) -> int:
     """A whole number from text or JSON; the error is the reason that the row is refused with."""
-    if isinstance(value, bool) or value is None:
-        raise ValueError(f"{what} is {value!r}, not a whole number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} is {value!r}, not a whole number") from None
-    if not math.isfinite(number) or number != int(number):
-        raise ValueError(f"{what} is {value!r}, not a whole number")
+    number = _number(value)
+    if number is None or number != int(number):
+        raise ValueError(f"{what} is {_shown(value)}, not a whole number")
     if number < least:
         raise ValueError(f"{what} is {int(number)}, less than {least}")
+    if number > LONGEST:
+        raise ValueError(f"{what} is {_shown(value)}, more than {LONGEST}")
     return int(number)
 
 
 def _seconds(value: Any, what: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{what} is {value!r}, not a time") from None
-    if isinstance(value, bool) or not math.isfinite(number) or number < 0:
-        raise ValueError(f"{what} is {value!r}, not a time")
+    number = _number(value)
+    if number is None or not 0 <= number <= LATEST:
+        raise ValueError(f"{what} is {_shown(value)}, not a time")
     return number
 
 
-def _read_table(file: Path, parse: Callable[[dict[str, Any]], TraceRequest]) -> Iterator[Row]:
-    with file.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-        reader = csv.DictReader(lines)
-        try:
-            for row in reader:
-                try:
-                    if None in row or None in row.values():
-                        raise ValueError(f"{len(reader.fieldnames or ())} columns expected")
-                    yield str(reader.line_num), parse(row)
-                except ValueError as err:
-                    yield str(reader.line_num), str(err)
-        except csv.Error as err:
-            yield str(reader.line_num), f"not CSV from here on: {err}"
+def _number(value: Any) -> float | None:
+    """What text or JSON says, if that is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 40 else said[:40] + "…"
+
+
+def _read_table(file: Path, parse: Callable[[dict[str, str]], TraceRequest]) -> Iterator[Row]:
+    """Rows of a CSV file whose first line names the columns; a row is a line, so that damage ends with it."""
+    names: list[str] = []
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                cells = next(csv.reader([line], strict=True))
+                if not names:
+                    names = [cell.strip() for cell in cells]
+                    continue
+                if len(cells) != len(names):
+                    raise ValueError(f"{len(names)} columns expected")
+                yield str(number), parse(dict(zip(names, cells, strict=True)))
+            except csv.Error as err:
+                yield str(number), f"not CSV: {err}"
+            except ValueError as err:
+                yield str(number), str(err)
 
 
 def _read_azure(file: Path) -> Iterator[Row]:
-    def parse(row: dict[str, Any]) -> TraceRequest:
-        stamp = str(row["TIMESTAMP"]).strip()
-        whole, _, digits = stamp.partition(".")
-        try:
-            # The stamps carry 100 ns digits and no zone; only differences are used.
-            seconds = (datetime.fromisoformat(whole.removesuffix("Z")) - datetime(1970, 1, 1)).total_seconds()
-            seconds += float(f"0.{digits.removesuffix('Z').partition('+')[0]}") if digits else 0.0
-        except (ValueError, TypeError):
-            raise ValueError(f"TIMESTAMP is {stamp!r}, not a time") from None
+    def parse(row: dict[str, str]) -> TraceRequest:
         return TraceRequest(
-            seconds,
+            _stamp(row["TIMESTAMP"].strip()),
             _whole(row["ContextTokens"], "ContextTokens"),
             _whole(row["GeneratedTokens"], "GeneratedTokens"),
         )
@@ -179,8 +190,21 @@ def _read_azure(file: Path) -> Iterator[Row]:
     return _read_table(file, parse)
 
 
+def _stamp(text: str) -> float:
+    """Seconds from a date and time with up to 100 ns digits; without a zone, UTC, since only differences are used."""
+    whole, _, rest = text.partition(".")
+    digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+    try:
+        moment = datetime.fromisoformat(whole + rest[len(digits) :])
+    except ValueError:
+        raise ValueError(f"TIMESTAMP is {_shown(text)}, not a time") from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - datetime(1970, 1, 1, tzinfo=UTC)).total_seconds() + float(f"0.{digits}0")
+
+
 def _read_burstgpt(file: Path) -> Iterator[Row]:
-    def parse(row: dict[str, Any]) -> TraceRequest:
+    def parse(row: dict[str, str]) -> TraceRequest:
         return TraceRequest(
             _seconds(row["Timestamp"], "Timestamp"),
             _whole(row["Request tokens"], "Request tokens"),
@@ -199,6 +223,8 @@ def _read_mooncake(file: Path) -> Iterator[Row]:
                 yield str(number), _mooncake_row(line)
             except json.JSONDecodeError as err:
                 yield str(number), f"not JSON: {err.msg} at column {err.colno}"
+            except RecursionError:
+                yield str(number), "not JSON: nested too deeply"
             except ValueError as err:
                 yield str(number), str(err)
 
@@ -209,8 +235,8 @@ def _mooncake_row(line: str) -> TraceRequest:
         raise ValueError("not a JSON object")
     prompt = _whole(row.get("input_length"), "input_length")
     ids = row.get("hash_ids", [])
-    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError("hash_ids is not a list of whole numbers")
+    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ValueError("hash_ids is not a list of whole numbers of at least 0")
     if len(ids) > math.ceil(prompt / MOONCAKE_BLOCK):
         raise ValueError(f"{len(ids)} hash_ids of {MOONCAKE_BLOCK} tokens exceed input_length {prompt}")
     return TraceRequest(
@@ -222,20 +248,48 @@ def _mooncake_row(line: str) -> TraceRequest:
 
 
 def _read_sharegpt(file: Path, count: Callable[[str], int]) -> Iterator[Row]:
-    try:
-        items = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as err:
-        raise UsageError(f"trace {file}:{err.lineno}: not JSON: {err.msg} at column {err.colno}") from None
-    if not isinstance(items, list):
-        raise UsageError(f"trace {file}: a ShareGPT file is a JSON list, this is a {type(items).__name__}")
-    for index, item in enumerate(items):
-        where = f"item {index}"
+    for index, (line, item) in enumerate(_items(file.read_text(encoding="utf-8-sig", errors="replace"))):
+        where = f"{line} (item {index})"
+        if isinstance(item, _Damage):
+            yield where, str(item)
+            continue
         try:
             prompt, answer = _first_turns(item)
         except ValueError as err:
             yield where, str(err)
             continue
         yield where, TraceRequest(0.0, max(1, count(prompt)), max(1, count(answer)), text=prompt)
+
+
+class _Damage(ValueError):
+    """Why a JSON list cannot be read any further."""
+
+
+def _items(text: str) -> Iterator[tuple[int, Any]]:
+    """Items of a JSON list one by one, each with its line; a :class:`_Damage` where the list cannot be read on."""
+    decoder = json.JSONDecoder()
+    line, seen = 1, 0
+    at = _past_space(text, text.find("[") + 1)
+    while text[at : at + 1] != "]":
+        line, seen = line + text.count("\n", seen, at), at
+        try:
+            item, at = decoder.raw_decode(text, at)
+            at = _past_space(text, at)
+            if text[at : at + 1] not in (",", "]"):
+                raise _Damage("a comma or the list's end is missing")
+        except (ValueError, RecursionError) as err:
+            why = err.msg if isinstance(err, json.JSONDecodeError) else err
+            yield line, _Damage(f"not JSON from here on: {why}")
+            return
+        yield line, item
+        if text[at] == ",":
+            at = _past_space(text, at + 1)
+
+
+def _past_space(text: str, at: int) -> int:
+    while text[at : at + 1].isspace():
+        at += 1
+    return at
 
 
 def _first_turns(item: Any) -> tuple[str, str]:

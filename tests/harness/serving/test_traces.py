@@ -92,9 +92,39 @@ def test_sharegpt_takes_the_first_exchange_and_counts_with_the_given_tokenizer(t
     trace = load_trace(file, count_tokens=lambda text: len(text.split()))
     assert [(r.prompt_tokens, r.output_tokens, r.text) for r in trace.requests] == [(3, 2, "one two three")]
     assert len(trace.refused) == 3
-    assert trace.refused[0] == "s.json:item 1: has fewer than two turns"
+    assert trace.refused[0] == "s.json:1 (item 1): has fewer than two turns"
     assert trace.note == ""
     assert "four characters" in load_trace(file).note
+
+
+def test_a_sharegpt_list_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    good = json.dumps({"conversations": [{"value": "one two"}, {"value": "three"}]})
+    for damage, why in (
+        ('{"conversations": [', "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        (f'{{"n": {"9" * 5000}}}', "digits"),
+        (f"{good} {good}", "a comma or the list's end is missing"),
+    ):
+        trace = load_trace(write(tmp_path, "s.json", f"[\n{good},\n5,\n{good},\n{damage}"))
+        assert [r.text for r in trace.requests] == ["one two"] * 2
+        assert trace.refused[0] == "s.json:3 (item 1): has no list of conversations"
+        assert trace.refused[1].startswith("s.json:5 (item 3): not JSON from here on: ")
+        assert why in trace.refused[1]
+    latin = tmp_path / "latin.json"
+    latin.write_bytes(f"[{good.replace('one', 'öne')}]".encode("latin-1"))
+    assert len(load_trace(latin).requests) == 1
+
+
+def test_a_text_is_cut_with_its_length(tmp_path: Path) -> None:
+    turn = [{"from": "human", "value": "abcd" * 10}, {"from": "gpt", "value": "hi"}]
+    file = write(tmp_path, "s.json", json.dumps([{"conversations": turn}]))
+    for shape, tokens, text in (
+        (Shape(max_prompt=3), 3, "abcd" * 3),
+        (Shape(length_scale=0.5), 5, "abcd" * 5),
+        (Shape(length_scale=1.5), 15, "abcd" * 15),
+    ):
+        (request,) = load_trace(file, shape).requests
+        assert (request.prompt_tokens, request.text) == (tokens, text)
 
 
 def test_sharegpt_has_no_times_until_a_rate_is_asked_for(tmp_path: Path) -> None:
@@ -119,6 +149,61 @@ def test_a_request_rate_stretches_time_and_keeps_the_bursts() -> None:
     shaped = fit(trace, Shape(request_rate=8.0))
     assert [r.arrival for r in shaped.requests] == pytest.approx([0.0, 0.05, 0.05, 0.4, 0.5])
     assert shaped.rate == pytest.approx(8.0)
+
+
+def test_a_rate_that_nothing_can_be_stretched_to_is_refused() -> None:
+    trace = Trace("t", tuple(TraceRequest(5.0, 1, 1) for _ in range(3)))
+    with pytest.raises(UsageError, match="3 requests of one and the same time"):
+        fit(trace, Shape(request_rate=8.0))
+    assert len(fit(trace, Shape(request_rate=8.0, limit=1)).requests) == 1
+
+
+HEADS = {"a": "TIMESTAMP,ContextTokens,GeneratedTokens", "m": "", "b": "Timestamp,Model,Request tokens,Response tokens"}
+GOOD = {
+    "a": "2023-11-16 18:15:46.6805900,374,44",
+    "m": '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]}',
+    "b": "5,ChatGPT,472,18",
+}
+DAMAGED = [
+    ("a", "2023-11-16 18:15:46,1e308,44", "ContextTokens is '1e308', more than"),
+    ("a", "2023-11-16 18:15:46.1e300,5,44", "TIMESTAMP is"),
+    ("a", '"2023-11-16 18:15:46,5,44', "not CSV"),
+    ("a", "x" * 200_000 + ",5,5", "not CSV: field larger"),
+    ("a", "2023\0,5,5", "TIMESTAMP is"),
+    ("b", "1e300,GPT,5,5", "Timestamp is '1e300', not a time"),
+    ("m", '{"timestamp": 1, "input_length": %s, "output_length": 5}' % ("9" * 400), "input_length is 9999"),
+    ("m", '{"timestamp": %s, "input_length": 5, "output_length": 5}' % ("9" * 400), "timestamp is 9999"),
+    ("m", '{"timestamp": 1e308, "input_length": 5, "output_length": 5}', "timestamp is 1e"),
+    ("m", '{"timestamp": %s, "input_length": 5, "output_length": 5}' % ("9" * 5000), "digits"),
+    ("m", '{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": [-3]}', "hash_ids is not a list"),
+    ("m", '{"timestamp": ' + "[" * 100_000, "nested too deeply"),
+]
+
+
+@pytest.mark.parametrize(("form", "row", "why"), DAMAGED, ids=[f"{form}{i}" for i, (form, _, _) in enumerate(DAMAGED)])
+def test_a_damaged_row_is_named_by_its_line_and_costs_no_other(tmp_path: Path, form: str, row: str, why: str) -> None:
+    lines = [line for line in (HEADS[form], GOOD[form], row, GOOD[form], GOOD[form]) if line]
+    trace = load_trace(write(tmp_path, "t.txt", "\n".join(lines)), Shape(length_scale=3.0))
+    assert len(trace.requests) == 3
+    (refusal,) = trace.refused
+    assert refusal.startswith(f"t.txt:{lines.index(row) + 1}: ")
+    assert why in refusal
+    assert len(refusal) < 300
+
+
+def test_azure_times_of_any_zone_and_columns_of_any_order_and_spacing(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "t.csv",
+        "\ufeffGeneratedTokens, TIMESTAMP , ContextTokens\r\n"
+        "1,2024-05-10 02:00:00.25+02:00,10\r\n"
+        "2,2024-05-10 00:00:01+00:00,10\r\n"
+        "3,2024-05-10T00:00:02Z,10\r\n"
+        "4,2024-05-10 00:00:03.5000000,10\r\n",
+    )
+    trace = load_trace(file)
+    assert trace.refused == ()
+    assert [(r.arrival, r.output_tokens) for r in trace.requests] == [(0.0, 1), (0.75, 2), (1.75, 3), (3.25, 4)]
 
 
 def test_a_limit_stops_reading_early(tmp_path: Path) -> None:
