@@ -4,15 +4,19 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 
 * the machine's name is the GPU type, and needs no questions asked;
 * a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
+* suites that no commit holds do so as well, under .asv/dirty;
 * with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
-* n/a never takes the place of a number that the same commit has already;
+* n/a never takes the place of a number that the same commit has already, and a number of a workload or variant that
+  is not measured now stays;
 * results of existing environments hold no path of this machine, and what is on PYTHONPATH is found there too.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
+import math
 import os
 import platform
 import tempfile
@@ -20,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import asv.commands.run
 from asv import util
 from asv.commands.compare import Compare
 from asv.commands.continuous import Continuous
@@ -36,13 +41,15 @@ from harness.asv_api import MODE
 from harness.asv_environment import tier
 from harness.asv_machine import STATE
 from harness.commands.options import device
+from harness.gitfacts import GitUnavailable, changed_paths, find_repository
 from harness.provenance import provenance
 
 ASK = """
 import json
-from harness.gitfacts import git_facts
+from harness.gitfacts import git_facts, package_root
 facts = git_facts()
-print(json.dumps({"commit": facts.commit, "dirty": facts.dirty, "changed": facts.changed, "reason": facts.reason}))
+told = {"commit": facts.commit, "dirty": facts.dirty, "changed": facts.changed, "reason": facts.reason}
+print(json.dumps({**told, "folder": str(package_root())}))
 """
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
@@ -84,28 +91,72 @@ def _before_measuring(conf: Any, args: Any) -> None:
         os.environ.setdefault("ASV_PYTHONPATH", os.environ["PYTHONPATH"])  # asv takes PYTHONPATH away from benchmarks
     if existing and getattr(args, "set_commit_hash", None):
         _refuse_other_code(conf, args, existing)
+    kept = conf.results_dir
     if getattr(args, "quick", False):
-        conf.results_dir = str(Path(conf.env_dir).parent / "quick")
         os.environ[MODE] = "quick"
+        conf.results_dir = str(Path(conf.env_dir).parent / "quick")
         log.info(f"A quick run: results in {conf.results_dir}, nothing in the history")
     elif getattr(args, "dry_run", False) or getattr(args, "skip_save", False):
         os.environ[MODE] = "dry"
+    elif why := _uncommitted(Path(conf.benchmark_dir).resolve()):
+        conf.results_dir = str(Path(conf.env_dir).parent / "dirty")
+        log.warning(f"{why}: results in {conf.results_dir}, so that those of committed suites stay as they are")
+    _know_commits(kept, args)
+
+
+def _know_commits(kept: str, args: Any) -> None:
+    """NEW is what has no results of this machine, and EXISTING what has any: among those kept, and those kept apart."""
+    machine = (args.machine or Machine.hardcoded_machine_name) if getattr(args, "range", None) == "NEW" else ""
+    hashes = asv.commands.run.get_existing_hashes
+
+    def known(results: str) -> list[str]:
+        return list({found for folder in (kept, results) for found in hashes(str(Path(folder, machine)))})
+
+    asv.commands.run.get_existing_hashes = known
+
+
+def _uncommitted(suites: Path) -> str:
+    """What keeps these suites from being those of a commit; empty when nothing does."""
+    root = suites.parent
+    top = find_repository(root)
+    if top is None:
+        return f"{suites.name} is in no git repository"
+    try:
+        changed = changed_paths(root, top)
+    except GitUnavailable as err:
+        return f"whether {suites.name} is committed cannot be told ({err})"
+    ours = [p for p in changed if p.startswith((f"{suites.name}/", "harness/asv_")) or p == "asv.conf.json"]
+    return f"not committed: {', '.join(ours[:5])}{' …' if len(ours) > 5 else ''}" if ours else ""
 
 
 def _refuse_other_code(conf: Any, args: Any, environments: Sequence[Any]) -> None:
     """Raises UserError: what would be measured is not, or not only, the commit that it would be stored under."""
     wanted = get_repo(conf).get_hash_from_name(args.set_commit_hash)
     for environment in environments:
-        facts = json.loads(environment.run(["-c", ASK]))
+        facts = _facts_of(environment)
         if facts["commit"] != wanted:
             found = facts["commit"] or f"no commit ({facts['reason']})"
-            raise util.UserError(f"{environment.name} measures {found}, not {wanted}: check that commit out first")
-        if facts["dirty"]:
-            why = ", ".join(facts["changed"]) or facts["reason"]
+            raise util.UserError(
+                f"{environment.name} measures {found} in {facts['folder']}, not {wanted}: check that commit out there,"
+                " or put a checkout of it on PYTHONPATH"
+            )
+        why = ", ".join(facts["changed"]) or facts["reason"] if facts["dirty"] else ""
+        if why := why or _uncommitted(Path(conf.benchmark_dir).resolve()):
             raise util.UserError(
                 f"the tree differs from {wanted[:8]} ({why}): commit first, or run without --set-commit-hash,"
                 " which keeps asv's results of that commit as they are"
             )
+
+
+def _facts_of(environment: Any) -> dict[str, Any]:
+    """The commit of the harness that benchmarks will import: asked as they are run, far from any checkout."""
+    seen = {**os.environ, "PYTHONPATH": os.environ.get("ASV_PYTHONPATH", "")}
+    with tempfile.TemporaryDirectory(prefix="pairbench-") as elsewhere:
+        try:
+            facts: dict[str, Any] = json.loads(environment.run(["-c", ASK], cwd=elsewhere, env=seen))
+        except util.ProcessError as err:
+            raise util.UserError(f"{environment.name} has no harness: put the checkout on PYTHONPATH") from err
+    return facts
 
 
 def _name_existing() -> None:
@@ -145,16 +196,33 @@ def _keep_numbers() -> None:
     original = Results.add_result
 
     def add_result(self: Any, benchmark: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-        name = benchmark["name"]
+        name, params = benchmark["name"], benchmark["params"]
         if name in self.get_all_result_keys() and self.benchmark_version.get(name) == benchmark["version"]:
-            before = self.get_result_value(name, benchmark["params"])
+            axes = self.get_result_params(name)
+            before = dict(zip(itertools.product(*axes), self.get_result_value(name, axes), strict=True))
             kept = [
-                old if _is_nan(new) and old is not None else new for old, new in zip(before, result.result, strict=True)
+                before[at] if _is_nan(new) and before.get(at) is not None else new
+                for at, new in zip(itertools.product(*params), result.result, strict=True)
             ]
-            result = result._replace(result=kept)
-        original(self, benchmark, result, *args, **kwargs)
+            original(self, benchmark, result._replace(result=kept), *args, **kwargs)
+            _add_back(self, name, before)
+        else:
+            original(self, benchmark, result, *args, **kwargs)
 
     Results.add_result = add_result
+
+
+def _add_back(results: Any, name: str, before: dict[tuple[str, ...], Any]) -> None:
+    """Adds numbers of workloads and variants that the benchmark has no more; it only ever has track_ methods."""
+    axes = results.get_result_params(name)
+    now = dict(zip(itertools.product(*axes), results.get_result_value(name, axes), strict=True))
+    gone = [at for at, v in before.items() if at not in now and len(at) == len(axes) and v is not None and v == v]
+    if not gone:
+        return
+    wider = [list(dict.fromkeys([*axis, *(at[i] for at in gone)])) for i, axis in enumerate(axes)]
+    now.update({at: before[at] for at in gone})
+    results._results[name] = [now.get(at, math.nan) for at in itertools.product(*wider)]
+    results._benchmark_params[name] = wider
 
 
 def _is_nan(value: Any) -> bool:

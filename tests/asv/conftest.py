@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,6 +116,11 @@ class Made:
         )
         assert (done.returncode == 0) is fine, f"{words} ended with {done.returncode}:\n{done.stdout[-6000:]}"
         return done.stdout
+
+
+@pytest.fixture(name="git")
+def _git() -> Callable[..., str]:
+    return git
 
 
 def git(path: Path, *words: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("asv")
+util = pytest.importorskip("asv.util")
 pytest.importorskip("virtualenv")
+asv_rules = pytest.importorskip("harness.asv_rules")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -103,10 +104,112 @@ def told(**args):
     own = Config.load("asv.conf.json")
     asv_rules._before_measuring(own, SimpleNamespace(env_spec=[], **args))
     return [own.results_dir, os.environ.get("PAIRBENCH_ASV_MODE")]
-print(json.dumps([told(quick=True), told(quick=False, dry_run=True), told(skip_save=True), told(quick=False)]))
+asv_rules._uncommitted = lambda suites: ""
+clean = [told(quick=True), told(quick=False, dry_run=True), told(skip_save=True), told(quick=False)]
+asv_rules._uncommitted = lambda suites: "not committed: suites/fusion/rope.py"
+print(json.dumps([clean, [told(quick=True), told(quick=False)]]))
 """
     kept = "results/asv"
-    assert asv(code, tmp_path) == [[".asv/quick", "quick"], [kept, "dry"], [kept, "dry"], [kept, None]]
+    clean, uncommitted = asv(code, tmp_path)
+    assert clean == [[".asv/quick", "quick"], [kept, "dry"], [kept, "dry"], [kept, None]]
+    assert uncommitted == [[".asv/quick", "quick"], [".asv/dirty", None]]
+
+
+def test_new_is_what_this_machine_has_no_results_of_kept_or_apart(tmp_path: Path) -> None:
+    code = """
+from types import SimpleNamespace
+import asv.commands.run
+from harness import asv_rules
+def seen(folder, machine, commit):
+    where = os.path.join(os.environ["HOME"], folder, machine)
+    os.makedirs(where)
+    facts = {"machine": machine, "arch": "", "cpu": "", "num_cpu": "", "os": "", "ram": "", "version": 1}
+    with open(os.path.join(where, "machine.json"), "w") as file:
+        json.dump(facts, file)
+    Results = asv.commands.run.Results
+    Results(facts, {}, commit * 40, 0, "3", "e", {}).save(os.path.join(os.environ["HOME"], folder))
+seen("kept", "here", "a"), seen("kept", "there", "b"), seen("quick", "here", "c")
+original, found = asv.commands.run.get_existing_hashes, []
+for words in ({"range": "NEW"}, {"range": "EXISTING"}, {"range": "HEAD^!"}):
+    asv_rules._know_commits(os.path.join(os.environ["HOME"], "kept"), SimpleNamespace(machine="here", **words))
+    hashes = asv.commands.run.get_existing_hashes(os.path.join(os.environ["HOME"], "quick"))
+    found.append("".join(sorted(h[0] for h in hashes)))
+    asv.commands.run.get_existing_hashes = original
+print(json.dumps(found))
+"""
+    assert asv(code, tmp_path) == ["ac", "abc", "abc"]
+
+
+def test_suites_are_those_of_a_commit_or_the_reason_is_told(tmp_path: Path, git: Any) -> None:
+    suites = tmp_path / "suites"
+    for room in ("suites", "impls", "harness"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "rope.py").touch()
+    (tmp_path / "asv.conf.json").touch()
+    assert asv_rules._uncommitted(suites) == "suites is in no git repository"
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "all")
+    assert asv_rules._uncommitted(suites) == ""
+    (tmp_path / "impls" / "rope.py").write_text("# measured from the commit's wheel, and not from here")
+    assert asv_rules._uncommitted(suites) == ""
+    (tmp_path / "suites" / "new.py").touch()
+    (tmp_path / "asv.conf.json").write_text("{}")
+    assert asv_rules._uncommitted(suites) == "not committed: asv.conf.json, suites/new.py"
+
+
+def test_an_existing_environment_is_asked_from_where_its_benchmarks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for checkout in ("here", "named"):
+        package = tmp_path / checkout / "harness"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "gitfacts.py").write_text(f"""
+from types import SimpleNamespace
+def git_facts():
+    return SimpleNamespace(commit="{checkout}", dirty=False, changed=(), reason=None)
+def package_root():
+    return "{checkout}"
+""")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("ASV_PYTHONPATH", str(tmp_path / "named"))
+    assert asv_rules._facts_of(Bare())["commit"] == "named"
+    monkeypatch.delenv("ASV_PYTHONPATH")
+    with pytest.raises(util.UserError, match="bare has no harness: put the checkout on PYTHONPATH"):
+        asv_rules._facts_of(Bare())
+
+
+class Bare:
+    """An existing environment whose Python has no packages."""
+
+    name = "bare"
+
+    def run(self, args: list[str], **kwargs: Any) -> str:
+        """Standard output."""
+        return str(util.check_output([sys.executable, "-S", *args], display_error=False, **kwargs))
+
+
+def test_a_number_stays_when_its_workload_or_variant_is_no_more(tmp_path: Path) -> None:
+    code = """
+from asv.results import Results
+from asv.runner import BenchmarkResult
+results = Results({"machine": "m"}, {}, "c" * 40, 0, "3", "e", {})
+def add(axes, values, selected=None):
+    none = [None] * len(values)
+    benchmark = {"name": "b", "version": "1", "params": axes}
+    results.add_result(benchmark, BenchmarkResult(values, none, none, 0, "", None), selected_idx=selected)
+add([["w@1"], ["x", "y"]], [1.0, 2.0])
+add([["w@2"], ["x", "z"]], [3.0, float("nan")])
+add([["w@2"], ["x", "z"]], [float("nan"), 4.0], selected=[1])
+results.save(os.environ["HOME"])
+kept = Results.load(os.path.join(os.environ["HOME"], results._filename))
+axes = kept.get_result_params("b")
+print(json.dumps([axes, [v if v == v else None for v in kept.get_result_value("b", axes)]]))
+"""
+    axes, values = asv(code, tmp_path)
+    assert axes == [["w@2", "w@1"], ["x", "z", "y"]]
+    assert values == [3.0, 4.0, None, 1.0, None, 2.0]
 
 
 def test_not_available_never_takes_the_place_of_a_number(tmp_path: Path) -> None:
