@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from harness import asv_api
 from harness.history.store import Store
 from suites.fusion.add_rms_norm import WORKLOADS
 
+ROOT = Path(__file__).resolve().parents[2]
 ODD = next(w for w in WORKLOADS if w["name"] == "smoke_odd")
 
 
@@ -102,6 +106,21 @@ def test_a_quick_measurement_is_real_and_kept_nowhere(
     assert all(isinstance(v, (float, str)) for v in figures.values())
     assert "sentinel" not in capfd.readouterr().err
     assert not (tmp_path / "history").exists()
+
+
+def test_the_process_of_a_set_up_cache_loads_no_torch_the_one_that_measures_does(tmp_path: Path) -> None:
+    code = """
+import sys
+from harness import asv_api
+from harness.runner import Runner
+from suites.fusion.add_rms_norm import WORKLOADS
+Runner.run = lambda self, items: self.records
+asv_api.measure("add_rms_norm", WORKLOADS[:1])
+sys.exit("torch" in sys.modules)
+"""
+    env = {**os.environ, asv_api.MODE: "quick", "PAIRBENCH_DATA": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_records_go_to_the_store_named_by_the_call_else_by_the_environment(
