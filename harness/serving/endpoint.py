@@ -2,7 +2,7 @@
 
 ``POST <base>/completions`` with ``stream``: one thread a request, started at its arrival whatever came of the others
 (open loop). The clock is the client's, so what is measured is what a user sees, the way there and back included.
-Imports no torch.
+Whatever nonsense a server answers costs the request that it answers, with a reason. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 from harness.errors import UsageError
+
+#: Bytes of a line or of an error's body; what is longer is no stream of tokens.
+LONGEST_LINE: Final = 1 << 20
+#: Messages that a server may send for each token asked for: a token may come in parts, but not in any number.
+MESSAGES_A_TOKEN: Final = 8
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,10 @@ class Endpoint:
 
     model: empty asks the server which it has. ignore_eos: ask for exactly the tokens wanted (an extension that vLLM
     and SGLang know; a server that refuses unknown fields needs it off). extra: further fields of the body. timeout:
-    seconds without a byte after which a request has failed.
+    seconds without a message after which a request has failed.
 
     Raises:
-        UsageError: the URL is not http or https with a host.
+        UsageError: the URL is not http or https with a host, or a header holds a line break.
     """
 
     url: str
@@ -50,9 +55,16 @@ class Endpoint:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(self.url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
             raise UsageError(f"endpoint {self.url!r}: give a base URL such as http://localhost:8000/v1")
+        for name, value in self.headers.items():
+            if not value.isprintable():
+                raise UsageError(f"endpoint {self.url}: no header can carry the {name} given, which has a line break")
 
     def connect(self) -> http.client.HTTPConnection:
         """A fresh connection."""
@@ -84,7 +96,7 @@ class Endpoint:
             listed = [str(entry["id"]) for entry in json.loads(body)["data"]]
         except (OSError, http.client.HTTPException) as err:
             raise UsageError(f"endpoint {self.url}: no answer ({err}); is the server running there?") from err
-        except (ValueError, KeyError, TypeError) as err:
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise UsageError(f"endpoint {self.url}: {self.path('models')} is not a list of models") from err
         finally:
             connection.close()
@@ -111,8 +123,8 @@ def replay(
     """The timeline of a replay, as a serve case gives it.
 
     Args:
-        max_concurrency: how many requests may be open at once; 0 sets no limit. A request that waits for its turn
-            waits on its own time: TTFT counts from its arrival in the trace.
+        max_concurrency: how many requests may be open at once; 0 sets no limit. They are sent in order of arrival, and
+            one that waits for its turn waits on its own time: TTFT counts from its arrival in the trace.
 
     Raises:
         UsageError: nobody answers at the endpoint, or two requests share an id.
@@ -127,8 +139,6 @@ def replay(
     start = clock()
 
     def send(request: Outgoing) -> None:
-        if gate is not None:
-            gate.acquire()
         try:
             entry = _ask(endpoint, model, request, lambda: clock() - start)
         finally:
@@ -142,9 +152,10 @@ def replay(
         wait = request.arrival - (clock() - start)
         if wait > 0:
             sleep(wait)
-        thread = threading.Thread(target=send, args=(request,), name=f"endpoint-{request.id}", daemon=True)
-        thread.start()
-        threads.append(thread)
+        if gate is not None:
+            gate.acquire()
+        threads.append(threading.Thread(target=send, args=(request,), name=f"endpoint-{request.id}", daemon=True))
+        threads[-1].start()
     for thread in threads:
         thread.join()
     return {"requests": {key: events[key] for key in ids}, "start": 0.0, "end": clock() - start}
@@ -152,19 +163,24 @@ def replay(
 
 def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], float]) -> dict[str, Any]:
     """Sends one request and follows its stream; what happened to it, failures included."""
-    arrivals: list[tuple[float, int]] = []
-    counted: list[int] = []
+    heard = Heard()
     status, reason = "finished", ""
     connection = endpoint.connect()
     try:
-        _stream(endpoint, connection, model, request, now, arrivals, counted)
+        _stream(endpoint, connection, model, request, now, heard)
     except StreamError as err:
         status, reason = "failed", str(err)
-    except (OSError, http.client.HTTPException) as err:
-        status, reason = "failed", f"{type(err).__name__}: {err}" if str(err) else type(err).__name__
+    except (OSError, http.client.HTTPException, ValueError) as err:
+        status, reason = "failed", f"{type(err).__name__}: {err}"[:200] if str(err) else type(err).__name__
     finally:
         connection.close()
-    times = token_times(arrivals, counted[-1] if counted else None)
+    count = heard.count
+    if count is not None and count > request.max_tokens:
+        status, reason = "failed", f"the server says that it sent {count} tokens, {request.max_tokens} were asked for"
+        count = None
+    if count is None and len(heard.arrivals) > request.max_tokens:
+        count = request.max_tokens
+    times = token_times(heard.arrivals, count)
     if status == "finished" and not times:
         status, reason = "failed", "the answer has no token"
     return {
@@ -177,16 +193,49 @@ def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], fl
     }
 
 
+@dataclass
+class Heard:
+    """What came on a stream: (time, characters) of every message with text, and the server's own count of tokens."""
+
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    count: int | None = None
+
+    def take(self, data: str, at: float) -> None:
+        """One message.
+
+        Raises:
+            StreamError: it is none, or tells of an error.
+        """
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as err:
+            raise StreamError(f"a message is not JSON: {getattr(err, 'msg', err)}") from err
+        if not isinstance(message, Mapping):
+            raise StreamError(f"a message is not a JSON object: {data[:60]}")
+        if message.get("error"):
+            raise StreamError(_message(data.encode()))
+        usage = message.get("usage")
+        count = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+        if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
+            self.count = count
+        choices = message.get("choices") or ()
+        if not isinstance(choices, Sequence) or not all(isinstance(choice, Mapping) for choice in choices):
+            raise StreamError(f"a message's choices are not a list of objects: {data[:60]}")
+        for choice in choices:
+            text = choice.get("text")
+            if isinstance(text, str) and text:
+                self.arrivals.append((at, len(text)))
+
+
 def _stream(
     endpoint: Endpoint,
     connection: http.client.HTTPConnection,
     model: str,
     request: Outgoing,
     now: Callable[[], float],
-    arrivals: list[tuple[float, int]],
-    counted: list[int],
+    heard: Heard,
 ) -> None:
-    """Appends (time, characters) of every message with text, and the server's own count of tokens."""
+    """Sends a request and listens to the end of its stream."""
     prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
     body: dict[str, Any] = {
         "model": model,
@@ -202,29 +251,28 @@ def _stream(
     connection.request("POST", endpoint.path("completions"), json.dumps(body), headers)
     response = connection.getresponse()
     if response.status != 200:
-        raise StreamError(f"HTTP {response.status}: {_message(response.read())}")
+        raise StreamError(f"HTTP {response.status}: {_message(response.read(LONGEST_LINE))}")
+    last = now()
     while True:
-        line = response.readline()
+        line = response.readline(LONGEST_LINE)
         at = now()
         if not line:
             raise StreamError("the stream ended before it was done")
+        if len(line) == LONGEST_LINE:
+            raise StreamError(f"a line of more than {LONGEST_LINE} bytes")
         text = line.decode("utf-8", errors="replace").strip()
         if not text.startswith("data:"):
+            # Comments keep a connection alive, and do so for ever.
+            if at - last > endpoint.timeout:
+                raise StreamError(f"no message for {endpoint.timeout:g} s")
             continue
+        last = at
         data = text.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        try:
-            message = json.loads(data)
-        except json.JSONDecodeError as err:
-            raise StreamError(f"a message is not JSON: {err.msg}") from err
-        if "error" in message:
-            raise StreamError(_message(data.encode()))
-        usage = message.get("usage") or {}
-        if isinstance(usage.get("completion_tokens"), int):
-            counted.append(usage["completion_tokens"])
-        choices = message.get("choices") or ()
-        arrivals.extend((at, len(choice["text"])) for choice in choices if choice.get("text"))
+        heard.take(data, at)
+        if len(heard.arrivals) > MESSAGES_A_TOKEN * request.max_tokens:
+            raise StreamError(f"more than {len(heard.arrivals) - 1} messages for {request.max_tokens} tokens")
 
 
 def token_times(arrivals: Sequence[tuple[float, int]], count: int | None) -> list[float]:
@@ -257,7 +305,7 @@ def _message(body: bytes) -> str:
     text = body.decode("utf-8", errors="replace")
     try:
         found = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()[:200] or "no body"
     if isinstance(found, Mapping):
         inner = found.get("error", found)

@@ -110,5 +110,15 @@ class PeerRunner:
         counters = {
             "trace_rows_refused": float(len(result.trace.refused)),
             "trace_requests_clipped": float(result.trace.clipped),
+            # Less work than our own engine has: a server that ends answers early is not to be compared with it.
+            "answers_cut_short": float(cut_short(result)),
         }
         return {**event, "samples": samples, "timeline": result.timeline, "counters": counters}
+
+
+def cut_short(result: PeerResult) -> int:
+    """Finished answers of fewer tokens than were asked for."""
+    answers = zip(result.trace.requests, result.timeline["requests"].values(), strict=True)
+    return sum(
+        entry["status"] == FINISHED and len(entry["token_times"]) < asked.output_tokens for asked, entry in answers
+    )

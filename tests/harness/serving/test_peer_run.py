@@ -84,7 +84,11 @@ def test_a_trace_is_looked_at_before_anything_is_sent(server: ThreadingHTTPServe
     assert "mine.csv: 2 requests over 0.0 s, 1 rows refused (mine.csv:4: ContextTokens is 'x'" in err.replace("\n", " ")
     (record,) = records
     assert record["dims"]["trace"] == "mine.csv"
-    assert record["counters"] == {"trace_rows_refused": 1.0, "trace_requests_clipped": 0.0}
+    assert record["counters"] == {
+        "trace_rows_refused": 1.0,
+        "trace_requests_clipped": 0.0,
+        "answers_cut_short": 0.0,
+    }
     assert record["serve"]["requests"]["output_tokens"] == 3
     trace.write_text("nothing of the kind\n")
     code, records, err = run(server, "paged_kv", "--workload", "tiny", "--no-store", "--trace", str(trace))
