@@ -1,0 +1,1 @@
+"""Mixture of experts: a token passes few of many feed-forward networks."""

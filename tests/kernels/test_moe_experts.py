@@ -1,0 +1,207 @@
+"""The routed experts against a dense formula in float64, every gradient: odd shapes, empty experts, skew, refusals."""
+
+import pytest
+import torch
+
+import kernels.moe_experts as module
+from kernels.moe_combine import combine
+from kernels.moe_experts import Tile, launch_shapes, moe_experts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
+SHARED = 227 * 1024
+
+
+def dense(x, experts, router, gate_up, down):
+    """Every expert on every token, and the router's weight, which is zero where it was not chosen."""
+    count = len(gate_up)
+    weights = torch.nn.functional.one_hot(experts.clamp(0, count - 1), count).to(x) * router.unsqueeze(-1)
+    weights = torch.where(((experts >= 0) & (experts < count)).unsqueeze(-1), weights, 0.0).sum(1)
+    gate, up = torch.einsum("td,ehd->teh", x, gate_up).chunk(2, dim=-1)
+    return torch.einsum("te,tef,edf->td", weights, gate * torch.sigmoid(gate) * up, down)
+
+
+def drawn(tokens, choices, count, width, inner, dtype, experts=None):
+    generator = torch.Generator().manual_seed(tokens + inner)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    if experts is None:
+        experts = torch.rand(tokens, count, generator=generator).topk(choices, dim=1).indices
+    router = torch.rand(tokens, choices, generator=generator)
+    tensors = [normal(tokens, width), router, normal(count, 2 * inner, width) / width**0.5]
+    tensors = [t.to(dtype).to(DEVICE) for t in (*tensors, normal(count, width, inner) / inner**0.5)]
+    return experts.to(DEVICE), tensors, normal(tokens, width).to(dtype).to(DEVICE)
+
+
+def check(experts, tensors, grad, assert_near, units):
+    def computed(function, leaves, grad):
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = function(leaves[0], experts, *leaves[1:])
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    got = computed(moe_experts, tensors, grad)
+    want = computed(dense, [t.double() for t in tensors], grad.double())
+    for mine, truth, tensor in zip(got, want, [tensors[0], *tensors], strict=True):
+        assert mine.dtype == tensor.dtype
+        assert_near(mine, truth, units)
+    return got
+
+
+@pytest.mark.parametrize(
+    ("tokens", "choices", "count", "width", "inner"),
+    [(1, 1, 1, 8, 8), (9, 2, 4, 24, 17), (40, 2, 3, 70, 33), (3, 3, 7, 33, 5)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_equals_float64_with_every_gradient(tokens, choices, count, width, inner, dtype, assert_near):
+    check(*drawn(tokens, choices, count, width, inner, dtype), assert_near, units=16 if dtype == torch.float32 else 4)
+
+
+def test_bfloat16_and_its_interpreted_products(assert_near):
+    check(*drawn(17, 2, 3, 40, 24, torch.bfloat16), assert_near, units=4 if DEVICE == "cuda" else 8)
+
+
+def test_all_tokens_to_one_expert_of_which_others_are_empty(assert_near):
+    experts = torch.full((70, 1), 2)
+    case = drawn(70, 1, 4, 32, 16, torch.float16, experts)
+    _, _, _, grad_gate_up, grad_down = check(*case, assert_near, units=4)
+    for empty in (0, 1, 3):
+        assert not grad_gate_up[empty].any()
+        assert not grad_down[empty].any()
+
+
+def test_experts_that_are_not_here_add_nothing(assert_near):
+    experts = torch.tensor([[0, 5], [-1, 9], [1, 0], [7, 1]])  # two are here; the second token has none
+    out, grad_x, grad_router, *_ = check(*drawn(4, 2, 2, 24, 16, torch.float32, experts), assert_near, units=16)
+    assert not out[1].any()
+    assert not grad_x[1].any()
+    assert (grad_router != 0).tolist() == [[True, False], [False, False], [True, True], [False, True]]
+
+
+def test_an_expert_chosen_twice_counts_twice(assert_near):
+    check(*drawn(3, 2, 2, 16, 16, torch.float32, torch.tensor([[0, 0], [1, 0], [1, 1]])), assert_near, units=16)
+
+
+def test_no_tokens():
+    experts, tensors, grad = drawn(0, 2, 3, 16, 8, torch.float32)
+    leaves = [t.requires_grad_() for t in tensors]
+    out = moe_experts(leaves[0], experts, *leaves[1:])
+    assert out.shape == (0, 16)
+    for leaf, found in zip(leaves, torch.autograd.grad(out, leaves, grad), strict=True):
+        assert found.shape == leaf.shape
+        assert not found.any()
+
+
+def test_the_same_to_the_bit_with_and_without_gradients_and_again():
+    experts, tensors, grad = drawn(20, 2, 3, 24, 16, torch.float16)
+    results = []
+    for _ in range(2):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = moe_experts(leaves[0], experts, *leaves[1:])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(moe_experts(tensors[0], experts, *tensors[1:]), results[0][0])
+
+
+def test_only_what_is_asked_for_has_a_gradient():
+    experts, tensors, grad = drawn(6, 2, 3, 16, 8, torch.float32)
+    tensors[1].requires_grad_()
+    moe_experts(tensors[0], experts, *tensors[1:]).backward(grad)
+    assert [t.grad is not None for t in tensors] == [False, True, False, False]
+
+
+def test_rows_apart_and_a_gradient_that_is_expanded(assert_near):
+    experts, tensors, _ = drawn(6, 2, 3, 16, 8, torch.float32)
+    wide = torch.zeros(6, 40, device=DEVICE)
+    wide[:, :16] = tensors[0]
+    tensors[0] = wide[:, :16]
+    check(experts, tensors, torch.ones(1, 1, device=DEVICE).expand(6, 16), assert_near, units=16)
+
+
+def test_a_nan_stays_with_its_tokens():
+    experts, tensors, _ = drawn(9, 2, 3, 24, 16, torch.float32)
+    tensors[0][4, 3] = float("nan")
+    out = moe_experts(tensors[0], experts, *tensors[1:])
+    assert out.isnan().any(1).tolist() == [token == 4 for token in range(9)]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_both_ways_of_a_product_and_of_its_tiles_agree(turned, monkeypatch, assert_near):
+    tile = Tile(16, 32, 16, 4, 2, 3, turned=turned)
+    plain = tile._replace(turned=False)
+    shapes = module.Shapes(tile, tile, plain, tile._replace(columns=16), plain._replace(rows=32))
+    monkeypatch.setattr(module, "launch_shapes", lambda *_: shapes)
+    check(*drawn(23, 2, 3, 41, 37, torch.float16), assert_near, units=4)
+
+
+def test_combine_adds_choices_in_float32():
+    rows = torch.tensor([[1.0], [2048.0], [1.0], [-2048.0]], dtype=torch.float16, device=DEVICE)
+    slots = torch.tensor([1, 0, 2, 3], dtype=torch.int32, device=DEVICE)
+    assert combine(rows, slots, None, 1, 4).item() == 2.0  # in float16 2048 + 1 is 2048
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_tile_fits_a_multiprocessor_and_all_have_the_rows_of_the_order(itemsize):
+    for pairs in (1, 16, 128, 512, 4096, 8192, 131072):
+        for experts in (1, 8, 128):
+            shapes = launch_shapes(pairs, experts, itemsize)
+            assert len({tile.rows for tile in shapes[:4]}) == 1
+            for name, tile in shapes._asdict().items():
+                operands = tile.rows + tile.columns * (2 if name == "gated" else 1)
+                buffers = (tile.stages + 1) // 2 if name == "weights" else tile.stages  # every other for the order
+                assert operands * tile.block * itemsize * buffers <= SHARED
+                assert not tile.turned or tile.rows <= 64
+
+
+def test_wrong_arguments_are_named():
+    experts, (x, router, gate_up, down), _ = drawn(4, 2, 3, 16, 8, torch.float32)
+    right = {"x_TD": x, "experts_TK": experts, "router_TK": router, "gate_up_EHD": gate_up, "down_EDF": down}
+    wrong = [
+        ("x", {"x_TD": x.double()}),
+        ("x", {"x_TD": x.T.contiguous().T}),
+        ("experts", {"experts_TK": experts[:3]}),
+        ("experts", {"experts_TK": experts.float()}),
+        ("router", {"router_TK": router[:, :1]}),
+        ("router", {"router_TK": router.half()}),
+        ("gate_up", {"gate_up_EHD": gate_up[:, :-1]}),
+        ("gate_up", {"gate_up_EHD": gate_up[..., :8].contiguous()}),
+        ("gate_up", {"gate_up_EHD": gate_up.half()}),
+        ("down", {"down_EDF": down.transpose(1, 2)}),
+        ("down", {"down_EDF": down[:2]}),
+    ]
+    moe_experts(**right)
+    for name, change in wrong:
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            moe_experts(**(right | change))
+
+
+@pytest.mark.slow
+def test_on_hopper_operands_are_copied_whole_and_loops_do_not_spill(compile_for_hopper):
+    jobs, names = [], []
+    for pairs, count in [(32768, 8), (512, 128)]:
+        shapes = launch_shapes(pairs, count, 2)
+        gated, down, gate, back, weights = shapes
+        many = [("gate_backward_kernel", gate, {"EVEN": True, "ALL": True})] if pairs > 1000 else []
+        many += [("rows_kernel", back, {"ACROSS": True, "TURNED": False, "EVEN": True, "ALL": True})] if many else []
+        many += [("weights_kernel", weights, {"GATHER_A": gather}) for gather in (True, False) if many]
+        for name, tile, constants in [
+            ("gated_kernel", gated, {"KEEP": pairs > 1000, "TURNED": gated.turned, "EVEN": True}),
+            ("rows_kernel", down, {"ACROSS": False, "TURNED": down.turned, "EVEN": True, "ALL": True}),
+            *many,
+        ]:
+            kernel = getattr(__import__("kernels.moe_products", fromlist=[name]), name)
+            whole = {"order_ptr": "*i32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "parts_ptr": "*fp32"}
+            arguments = {a: whole.get(a, "*bf16" if a.endswith("_ptr") else "i32") for a in kernel.arg_names}
+            arguments |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "BLOCK": tile.block, "GROUP": tile.group}
+            arguments |= {"EXACT": False, "WIDE": False, **constants}
+            options = {"num_stages": tile.stages}
+            names.append(f"{name} {constants}")
+            jobs.append({"kernel": f"kernels.moe_products:{name}", "arguments": arguments} | {"ptx": True})
+            jobs[-1] |= {"warps": tile.warps, "options": options}
+    for name, report in zip(names, compile_for_hopper(jobs), strict=True):
+        # Three values of the gate's backward, whose sums and addresses fill the registers, wait outside its loop.
+        assert report["stack"] <= (16 if name.startswith("gate_backward") else 0), name
+        assert report["shared"] <= SHARED, name
+        assert "wgmma.mma_async" in report["ptx"], name
+        assert "cp.async.cg.shared.global" in report["ptx"], name
