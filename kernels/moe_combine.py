@@ -1,8 +1,8 @@
 """Every token's K results, gathered and added: out[t] = Σ_k p[t, k] · rows[slot[t, k]], or without p.
 
-Bytes for P = T · K pairs, width D and e bytes an element: e P D read, e T D written. Scattering instead (index_add) reads
-and writes the sum once a pair, 2 e P D more, and its atomic adds come in another order each run. Here a token's results
-are added in float32, choice after choice, and rounded once: the same to the bit from run to run.
+Bytes for P = T · K pairs, width D and e bytes an element: e P D read, e T D written. Scattering instead (index_add)
+reads and writes the sum once a pair, 2 e P D more, and its atomic adds come in another order each run. Here a token's
+results are added in float32, choice after choice, and rounded once: the same to the bit from run to run.
 """
 
 from __future__ import annotations

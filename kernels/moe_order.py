@@ -9,8 +9,8 @@ within one: a stable counting sort of P = T · K small whole numbers, in two lau
 Bytes: 8 P of expert numbers twice, 8 P of places, and counts that stay in the L2. A radix sort of 64-bit keys with
 indices moves some 30 times P through more launches, and what it gives still has to be cut into experts.
 
-Products over such rows come in tiles of TILE rows of one expert. How many there are only the device knows; that they are
-at most (P + min(E, P) · (TILE - 1)) / TILE the host knows too. So a grid is made for that many, `tiles` says which
+Products over such rows come in tiles of TILE rows of one expert. How many there are only the device knows; that they
+are at most (P + min(E, P) · (TILE - 1)) / TILE the host knows too. So a grid is made for that many, `tiles` says which
 expert and rows a program has, and those without return at once: no synchronisation, no capacity, no row of padding.
 
 Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2023, sections 4 and 5.2; the

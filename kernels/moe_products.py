@@ -50,11 +50,7 @@ def _dot(a, b, acc, TURNED: tl.constexpr, EXACT: tl.constexpr, WIDE: tl.constexp
     precision: tl.constexpr = "ieee" if EXACT else "tf32"
     if WIDE:  # the interpreter multiplies bfloat16 wrongly
         a, b = a.to(tl.float32), b.to(tl.float32)
-    if TURNED:
-        acc = tl.dot(b, a.T, acc, input_precision=precision)
-    else:
-        acc = tl.dot(a, b.T, acc, input_precision=precision)
-    return acc
+    return tl.dot(b, a.T, acc, input_precision=precision) if TURNED else tl.dot(a, b.T, acc, input_precision=precision)
 
 
 @triton.jit

@@ -24,8 +24,8 @@ So it relieves launches wherever experts are many and small, and little where th
 dropped nor padded, and no skew changes that: ``skew`` draws experts by Zipf's law. What is paid: every pair's results
 are in memory at once, where the loop keeps one expert's.
 
-``torch_grouped_mm`` is torch's product over groups between a sort, a gather and a sum (as Hugging Face's experts), which
-waits for the host no more than ours; ``torch_compile`` is that, compiled.
+``torch_grouped_mm`` is torch's product over groups between a sort, a gather and a sum (as Hugging Face's experts); the
+host learns no more from it than from ours. ``torch_compile`` is that, compiled.
 """
 
 # Shapes: T tokens, K choices, P = T·K pairs, E experts, D width, F inner width, H = 2F gate above up.
@@ -114,7 +114,7 @@ def not_for_grouped_mm(workload: Workload) -> str | None:
         return (
             f"torch's grouped product needs rows of whole 16 bytes, not {workload.width} and {workload.inner} numbers"
         )
-    return None
+    return None if hasattr(F, "grouped_mm") else "this build of torch has no grouped_mm"
 
 
 def _pairs(workload: Workload) -> int:
