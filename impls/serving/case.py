@@ -17,7 +17,7 @@ from impls.serving.plain_loop import cached_tokens, score_tokens
 from impls.serving.recorder import Recorder
 from impls.serving.request import Request
 from impls.serving.runner import ModelRunner
-from impls.serving.schedule_cost import BATCHING, StepCost, Switch, allowed_speedup
+from impls.serving.schedule_cost import StepCost, Switch, allowed_speedup
 from impls.serving.scheduler import EngineConfig
 
 #: Tokens (prompts and answers) that a check scores at most in each of the two precisions: float32 products of a model
@@ -29,11 +29,12 @@ class ServeCase:
     """An engine that serves the whole trace once a run, from an empty cache each time.
 
     ``counters`` gives what the last run counted, the cost of a step as fitted to it, and ``allowed_speedup``: how much
-    faster than the plain way of ``switch`` the schedules alone allow at that cost. With prefix caching it also gives
-    the share of the prompts' tokens that were in the cache, and how many cached blocks made room for others.
+    faster than the plain way of ``switch`` the schedules alone allow at that cost (none without a switch, where it is
+    not the number and size of steps that changes). With prefix caching it also gives the share of the prompts' tokens
+    that were in the cache, and how many cached blocks made room for others.
     """
 
-    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig, switch: Switch = BATCHING) -> None:
+    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig, switch: Switch | None = None) -> None:
         # On a GPU the host's work hides behind the device's; on a CPU there is nothing to hide behind.
         self.config = config = replace(config, lookahead=ctx.device.type == "cuda")
         self.switch = switch
@@ -79,7 +80,8 @@ class ServeCase:
         cost = StepCost.fit(self.recorder.steps)
         if cost is not None:
             counts.update(cost.as_counters())
-            counts["allowed_speedup"] = allowed_speedup(self.requests, self.config, cost, self.switch)
+            if self.switch is not None:
+                counts["allowed_speedup"] = allowed_speedup(self.requests, self.config, cost, self.switch)
         sharing = self.engine.scheduler.blocks.sharing
         if sharing is not None:
             counts["cache_hit_rate"] = counts["cached_tokens"] / max(1.0, counts["prompt_tokens"])

@@ -19,18 +19,19 @@ from __future__ import annotations
 from harness.pair import Claim, Context, Pair, Tolerance, Variant
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
+from impls.serving.schedule_cost import CHUNKING
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
 
 def whole(workload: Workload, ctx: Context) -> ServeCase:
     """A prompt runs in one step, however long."""
-    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=False))
+    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=False), CHUNKING)
 
 
 def chunked(workload: Workload, ctx: Context) -> ServeCase:
     """No step runs more tokens than the budget."""
-    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=True))
+    return ServeCase(workload, ctx, engine_config(workload, chunked_prefill=True), CHUNKING)
 
 
 PAIR = Pair(

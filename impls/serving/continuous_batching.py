@@ -25,24 +25,24 @@ from harness.serving.workload_trace import SYNTHETIC, trace_for
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.request import Request, Sampling
-from impls.serving.schedule_cost import StepCost, allowed_speedup
+from impls.serving.schedule_cost import BATCHING, StepCost, allowed_speedup
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
 
 def static(workload: Workload, ctx: Context) -> ServeCase:
     """The next batch starts when the last answer of this one is complete."""
-    return ServeCase(workload, ctx, engine_config(workload, batching="static"))
+    return ServeCase(workload, ctx, engine_config(workload, batching="static"), BATCHING)
 
 
 def continuous(workload: Workload, ctx: Context) -> ServeCase:
     """Requests join and leave at every step."""
-    return ServeCase(workload, ctx, engine_config(workload, batching="continuous"))
+    return ServeCase(workload, ctx, engine_config(workload, batching="continuous"), BATCHING)
 
 
 def invariant(workload: Workload, ctx: Context) -> ServeCase:
     """The same, every pass of one shape and one order of summation."""
-    return ServeCase(workload, ctx, engine_config(workload, batching="continuous", batch_invariant=True))
+    return ServeCase(workload, ctx, engine_config(workload, batching="continuous", batch_invariant=True), BATCHING)
 
 
 def predict(workload: Workload) -> float | None:

@@ -287,11 +287,10 @@ class Engine:
             )
             count[kind] += chunk.length
         for sequence, known in step.admitted:
-            if sequence.preemptions:
-                count["recomputed_tokens"] += max(0, sequence.lost - known)
-                continue
-            sequence.cached = known
-            count["prompt_tokens"] += sequence.prompt_len
-            count["cached_tokens"] += known
+            if not sequence.preemptions:
+                sequence.cached = known
+                count["prompt_tokens"] += sequence.prompt_len
+                count["cached_tokens"] += known
+        count["recomputed_tokens"] += sum(max(0, sequence.lost - known) for sequence, known in step.admitted)
         count["preempted"] += len(step.preempted)
         count["swapped_blocks"] += len(step.swap_out) + len(step.swap_in)

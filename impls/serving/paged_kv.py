@@ -20,18 +20,19 @@ from __future__ import annotations
 from harness.pair import Claim, Context, Pair, Tolerance, Variant
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
+from impls.serving.schedule_cost import PAGING
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
 
 def reserve(workload: Workload, ctx: Context) -> ServeCase:
     """A contiguous run of the longest length for every request."""
-    return ServeCase(workload, ctx, engine_config(workload, paging="reserve"))
+    return ServeCase(workload, ctx, engine_config(workload, paging="reserve"), PAGING)
 
 
 def blocks(workload: Workload, ctx: Context) -> ServeCase:
     """Blocks as tokens come."""
-    return ServeCase(workload, ctx, engine_config(workload, paging="blocks"))
+    return ServeCase(workload, ctx, engine_config(workload, paging="blocks"), PAGING)
 
 
 PAIR = Pair(

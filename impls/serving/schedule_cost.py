@@ -6,6 +6,7 @@ over what the schedules allow, is the share that its own overheads leave.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -13,12 +14,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from impls.serving.request import PENDING, Request, Sequence
+from impls.serving.request import PENDING, Request, Sequence, sent_at
 from impls.serving.scheduler import EngineConfig, Scheduler
 
 #: A switch of the engine as (plain way, fast way), each the fields that it sets.
 Switch = tuple[Mapping[str, Any], Mapping[str, Any]]
 BATCHING: Final[Switch] = ({"batching": "static"}, {"batching": "continuous"})
+PAGING: Final[Switch] = ({"paging": "reserve"}, {"paging": "blocks"})
+CHUNKING: Final[Switch] = ({"chunked_prefill": False}, {"chunked_prefill": True})
 PREFIX_CACHING: Final[Switch] = ({"prefix_caching": False}, {"prefix_caching": True})
 
 
@@ -63,16 +66,20 @@ class StepCost:
 
 
 def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) -> float:
-    """Seconds that the scheduler needs for requests that are all there at time 0, at that price."""
+    """Seconds until the scheduler is through with requests that come at their arrivals, at that price."""
     scheduler = Scheduler(config)
     # Answers end by their length, so that any token will do that no stop list has; each request's own, so that what it
     # wrote before it was preempted is known again, and to nobody else.
     written: dict[str, int] = {}
-    for number, request in enumerate(requests):
-        written[request.id] = PENDING - 1 - number
-        scheduler.add(Sequence(request))
+    coming = deque(sorted(requests, key=sent_at))
     seconds = 0.0
-    while not scheduler.idle:
+    while coming or not scheduler.idle:
+        if scheduler.idle:
+            seconds = max(seconds, sent_at(coming[0]))
+        while coming and sent_at(coming[0]) <= seconds:
+            request = coming.popleft()
+            written[request.id] = PENDING - 1 - len(written)
+            scheduler.add(Sequence(request))
         step = scheduler.schedule()
         decodes = sum(chunk.length == 1 for chunk in step.chunks)
         seconds += cost.of(step.tokens - decodes, decodes)
@@ -83,6 +90,6 @@ def simulate(requests: Iterable[Request], config: EngineConfig, cost: StepCost) 
 
 
 def allowed_speedup(requests: Items[Request], config: EngineConfig, cost: StepCost, switch: Switch = BATCHING) -> float:
-    """The plain way's time over the fast way's, at one price, all requests queued at time 0."""
+    """The plain way's time over the fast way's, at one price, requests coming at their arrivals."""
     plain, fast = (simulate(requests, replace(config, **side), cost) for side in switch)
     return plain / fast if fast > 0 else 1.0

@@ -17,7 +17,7 @@ from impls.model.fetch import default_model_path
 from impls.serving.engine import Engine
 from impls.serving.recorder import Recorder
 from impls.serving.request import Request, Sampling
-from impls.serving.schedule_cost import StepCost, allowed_speedup, simulate
+from impls.serving.schedule_cost import BATCHING, CHUNKING, PAGING, StepCost, allowed_speedup, simulate
 from impls.serving.scheduler import EngineConfig
 
 SERVE = ("paged_kv", "continuous_batching", "chunked_prefill", "kv_offload", "prefix_caching")
@@ -67,6 +67,10 @@ def test_both_sides_give_the_oracles_tokens_and_differ_in_one_switch(name):
         assert summary.metrics["failed_requests"]["value"] == 0
         assert summary.serve["requests"]["finished"] == 10
         configs.append(dataclasses.asdict(case.config))
+        # What the schedules allow is said of this switch. Swapped blocks have a price that steps do not tell.
+        assert ("allowed_speedup" in case.counters()) == (case.switch is not None) == (name != "kv_offload")
+        if case.switch is not None:
+            assert case.switch[len(configs) - 1] == {key: configs[-1][key] for key in SWITCH[name]}
         case.close()
     changed = {key for key in configs[0] if configs[0][key] != configs[1][key]}
     assert changed <= SWITCH[name]
@@ -123,18 +127,20 @@ REQUESTS = [Request(f"q{i}", [1] * p, Sampling(max_tokens=n)) for i, (p, n) in e
 CONFIG = EngineConfig(max_running=3, max_step_tokens=24, block_size=4, num_blocks=90, context=128)
 
 
-@pytest.mark.parametrize("batching", ["static", "continuous"])
-def test_the_simulated_cost_is_what_an_engine_takes_at_that_price(fake, batching):
+@pytest.mark.parametrize("gap", [0.0, 3.0, 60.0], ids=["all at once", "in a queue", "one at a time"])
+@pytest.mark.parametrize("side", [*BATCHING, *PAGING, *CHUNKING, {"num_blocks": 22}], ids=str)
+def test_the_simulated_cost_is_what_an_engine_takes_at_that_price(fake, side, gap):
     cost = StepCost(fixed=1.0, prefill=0.03, decode=0.1)
-    config = dataclasses.replace(CONFIG, batching=batching)
+    config = dataclasses.replace(CONFIG, **side)
+    requests = [dataclasses.replace(request, arrival=gap * i) for i, request in enumerate(REQUESTS)]
     clock = fake.Clock()
     decodes = lambda step: sum(c.length == 1 for c in step.chunks)  # noqa: E731
     price = lambda step: cost.of(step.tokens - decodes(step), decodes(step))  # noqa: E731
     runner = fake.Runner(97, config.num_blocks, config.block_size, clock=clock, cost=price)
     recorder = Recorder()
     engine = Engine(runner, config, clock=clock, sleep=clock.sleep, recorder=recorder)
-    engine.serve(REQUESTS)
-    assert engine.now == pytest.approx(simulate(REQUESTS, config, cost))
+    engine.serve(requests)
+    assert engine.now == pytest.approx(simulate(requests, config, cost))
     found = StepCost.fit(recorder.steps)
     assert found is not None
     assert (found.fixed, found.prefill, found.decode) == pytest.approx((1.0, 0.03, 0.1))
@@ -145,6 +151,9 @@ def test_equal_lengths_allow_no_gain_and_unequal_ones_do():
     equal = [Request(f"q{i}", [1, 2], Sampling(max_tokens=8)) for i in range(12)]
     assert allowed_speedup(equal, CONFIG, cost) == pytest.approx(1.0)
     assert allowed_speedup(REQUESTS, CONFIG, cost) > 1.3
+    # Requests that come one at a time have nothing to share a batch with, however they are batched.
+    rare = [dataclasses.replace(request, arrival=100.0 * i) for i, request in enumerate(REQUESTS)]
+    assert allowed_speedup(rare, CONFIG, cost) == pytest.approx(1.0)
 
 
 def test_prices_come_out_of_steps_and_none_out_of_too_few():
