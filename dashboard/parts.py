@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 import streamlit as st
 
 from dashboard import address, glossary
 from dashboard.ahead import ahead
 from dashboard.copyable import copyable
-from dashboard.plot import Selected, plot
+from dashboard.plot import Figure, Selected, plot
 from dashboard.source import Judged, Source
 from dashboard.text import cut, to_csv
 from dashboard.theme import CONFIG
@@ -136,7 +135,7 @@ def damage(view: View) -> None:
         table(rows, "damage", height=240)
 
 
-def figure(fig: go.Figure, key: str, of: str = "", selects: bool = False) -> Selected:
+def figure(fig: Figure, key: str, of: str = "", selects: bool = False) -> Selected:
     """A figure over the whole width; what was selected in it, of the same ``of`` (:func:`dashboard.plot.plot`).
     ``selects``: a stretch can be drawn over it."""
     hidden = [name for name in CONFIG["modeBarButtonsToRemove"] if not (selects and name == "select2d")]

@@ -9,14 +9,18 @@ Plotly's script is the one that the Python package brings, 4.8 MB, which the ser
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypeAlias, TypedDict
 
 import plotly
 import plotly.graph_objects as go
 import streamlit as st
+from plotly.io.json import to_json_plotly
 
+#: A figure of Plotly's, or the same as plain values, which nothing checks and nothing copies.
+Figure: TypeAlias = go.Figure | Mapping[str, Any]
 #: Where a browser finds the script, below the server's own address.
 SCRIPT: Final = "component/dashboard.plot.plotly/plotly.min.js"
 FOLDER: Final = Path(plotly.__file__).with_name("package_data")
@@ -26,8 +30,8 @@ CSS: Final = """
 """
 HTML: Final = '<div class="plot"></div>'
 #: The axes and words of every figure; colours are the theme's, which only the browser knows.
-TEMPLATE: Final = go.layout.Template(
-    layout={
+TEMPLATE: Final = {
+    "layout": {
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "colorway": ["#0072B2"],
@@ -41,7 +45,7 @@ TEMPLATE: Final = go.layout.Template(
         "hoverlabel": {"font": {"size": 12}},
         "legend": {"font": {"size": 12}},
     }
-)
+}
 #: Asks for Plotly once, whoever needs it first.
 LIBRARY: Final = """
 const base = () => {
@@ -161,7 +165,19 @@ def serve_script() -> None:
     st.components.v1.declare_component("plotly", path=FOLDER)
 
 
-def plot(fig: go.Figure, key: str, config: Mapping[str, Any], of: str = "") -> Selected:
+def as_json(fig: Figure) -> str:
+    """A figure as Plotly's script reads it, with the words and axes of :data:`TEMPLATE`; what is no number is null."""
+    if isinstance(fig, go.Figure):
+        fig.layout.template = go.layout.Template(TEMPLATE)
+        return str(fig.to_json(validate=False))
+    whole = {**fig, "layout": {**fig["layout"], "template": TEMPLATE}}
+    try:
+        return json.dumps(whole, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return str(to_json_plotly(whole))
+
+
+def plot(fig: Figure, key: str, config: Mapping[str, Any], of: str = "") -> Selected:
     """Draw a figure over the whole width. ``of`` says of what it is.
 
     Returns:
@@ -169,10 +185,9 @@ def plot(fig: go.Figure, key: str, config: Mapping[str, Any], of: str = "") -> S
         drawn over the horizontal axis: both only where they were of this same figure.
     """
     serve_script()
-    fig.layout.template = TEMPLATE
     drawn = st.components.v2.component("pairbench_plot", html=HTML, css=CSS, js=JS, isolate_styles=False)
     said = drawn(
-        data={"figure": fig.to_json(validate=False), "config": dict(config), "script": SCRIPT, "of": of},
+        data={"figure": as_json(fig), "config": dict(config), "script": SCRIPT, "of": of},
         key=key,
         on_point_change=_nothing,
         on_stretch_change=_nothing,

@@ -17,6 +17,8 @@ from harness.history.query import KEY_COLUMNS, SeriesKey
 
 #: A nightly that has not come after so many hours is late: a day, and half a day's grace for a long one.
 NIGHTLY_S: Final = 36 * 3600.0
+#: What a measurement ran on, as far as points say it.
+STACK: Final = ("torch", "triton", "cuda", "driver", "machine", "power_limit_w")
 #: Newest commits that a comparison offers.
 SIDES: Final = 60
 
@@ -205,34 +207,70 @@ def keys_of(history: History, filters: Mapping[str, Any], metric: str) -> list[t
 
 def first_measured(history: History, names: Sequence[str]) -> str:
     """The first of some techniques that has a series to show; the first of all when none has."""
-    have = {key.technique for key, _ in keys_of(history, {}, "latency")}
+    rows = history.once("series_list", query._all_series)
+    have = {row["technique"] for row in rows if "latency" in row["metrics"]}
     return next((name for name in names if name in have), names[0])
 
 
 def points(history: History, keys: Sequence[SeriesKey]) -> dict[SeriesKey, list[Row]]:
-    """The points of several series of one metric, as :func:`harness.history.query.series` gives them, in one query."""
+    """The points of several series of one metric, as :func:`harness.history.query.series` gives them, in one query.
+
+    They have no ``ids`` and no ``runs``: each record has its own, and to read them takes as long as all the rest. Rows
+    are put together here, since nearly every point is one row.
+    """
     if not keys:
         return {}
     column = metric_column(keys[0].metric)
-    names = ", ".join(f'"{name}"' for name in KEY_COLUMNS)
-    conditions = [key.where() for key in keys]
-    shared = sorted({key.technique for key in keys})
-    ordered = 'ORDER BY "time"'
+    wanted = {
+        name: sorted({str(getattr(key, name)) for key in keys}) for name in ("technique", "workload_id", "variant")
+    }
+    conditions = " AND ".join(f"{name} IN ({', '.join('?' * len(found))})" for name, found in wanted.items())
+    selected = ", ".join(f'"{name}"' for name in (*KEY_COLUMNS, "commit", "dirty", "time", "unit", *STACK, "reproduce"))
     rows = history.rows(
-        f'SELECT {names}, "commit", dirty, list({column} {ordered}) AS "values", list(run {ordered}) AS runs, '
-        f"list(id {ordered}) AS ids, list({column}_low {ordered}) AS lows, list({column}_high {ordered}) AS highs, "
-        f'min({column}_low) AS low, max({column}_high) AS high, min("time") AS first, max("time") AS last, '
-        "any_value(unit) AS unit, max(torch) AS torch, max(triton) AS triton, max(cuda) AS cuda, max(driver) AS driver,"
-        " max(machine) AS machine, max(power_limit_w) AS power_limit_w, max(reproduce) AS reproduce "
-        f"FROM records WHERE type = 'measurement' AND status = 'passed' AND {column} IS NOT NULL "
-        f"AND technique IN ({', '.join('?' * len(shared))}) AND ({' OR '.join(f'({text})' for text, _ in conditions)}) "
-        f'GROUP BY {names}, "commit", dirty',
-        [*shared, *(value for _, values in conditions for value in values)],
+        f"SELECT {selected}, {column} AS v, {column}_low AS low, {column}_high AS high FROM records "
+        f"WHERE type = 'measurement' AND status = 'passed' AND {column} IS NOT NULL AND {conditions}",
+        [value for found in wanted.values() for value in found],
     )
-    found: dict[SeriesKey, list[Row]] = {key: [] for key in keys}
+    groups: dict[SeriesKey, dict[tuple[Any, Any], list[Row]]] = {key: {} for key in keys}
+    series = {tuple(getattr(key, name) for name in KEY_COLUMNS): key for key in keys}
     for row in rows:
-        found[SeriesKey.of(row, keys[0].metric)].append(row)
-    return {key: query.points_of(history, own, key.metric) for key, own in found.items()}
+        key = series.get(tuple(row[name] for name in KEY_COLUMNS))
+        if key is not None:
+            groups[key].setdefault((row["commit"], row["dirty"]), []).append(row)
+    return {
+        key: query.points_of(history, [_as_one(group) for group in own.values()], key.metric)
+        for key, own in groups.items()
+    }
+
+
+def _as_one(rows: list[Row]) -> Row:
+    """The rows of one commit in a series as one, in the order of their time."""
+    first = rows[0]
+    if len(rows) == 1:
+        return {
+            **first,
+            "values": [first["v"]],
+            "lows": [first["low"]],
+            "highs": [first["high"]],
+            "first": first["time"],
+            "last": first["time"],
+        }
+    rows.sort(key=lambda row: str(row["time"]))
+
+    def largest(name: str) -> Any:
+        return max((row[name] for row in rows if row[name] is not None), default=None)
+
+    return {
+        **first,
+        **{name: largest(name) for name in (*STACK, "reproduce", "high")},
+        "low": min((row["low"] for row in rows if row["low"] is not None), default=None),
+        "values": [row["v"] for row in rows],
+        "lows": [row["low"] for row in rows],
+        "highs": [row["high"] for row in rows],
+        "first": rows[0]["time"],
+        "last": rows[-1]["time"],
+        "unit": next((row["unit"] for row in rows if row["unit"] is not None), None),
+    }
 
 
 def source_link(technique: Technique, commit: str | None) -> str | None:

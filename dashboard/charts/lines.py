@@ -1,4 +1,7 @@
-"""Series over commits: intervals, gaps, changes, stack changes, and what each point takes to be measured again."""
+"""Series over commits: intervals, gaps, changes, stack changes, and what each point takes to be measured again.
+
+Figures are plain values as Plotly's script reads them: thousands of points would be checked one by one otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import plotly.graph_objects as go
-
+from dashboard.queries import STACK
 from dashboard.text import cut, esc, hover, short
 from dashboard.theme import DASHES, GREY, LINES, SYMBOLS, VERDICTS, layout
 from harness.metric_names import METRICS
@@ -16,11 +18,11 @@ from harness.regress.present import change
 from harness.tables import amount, seconds, size
 
 Point = dict[str, Any]
+Trace = dict[str, Any]
 #: Points in one figure that all have a mark of their own; each is a node of the browser's.
 MOST_MARKED = 500
 #: Marks on a line of more, so that lines differ by more than colour.
 SPARSE = 24
-STACK = ("torch", "triton", "cuda", "driver", "machine", "power_limit_w")
 
 
 @dataclass
@@ -52,8 +54,8 @@ def axis(lines: Sequence[Line]) -> list[Point]:
     return [found[key] for key in sorted(found)]
 
 
-def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | None = None) -> go.Figure:
-    """The lines over commits, evenly spaced.
+def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The lines over commits, evenly spaced, as ``data`` and ``layout``.
 
     Args:
         normalised: each line over the median of its own first five judged points.
@@ -62,31 +64,42 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
     commits = axis(lines)
     place = {str(point["commit"]): at for at, point in enumerate(commits)}
     first, last = shown or (0, len(commits) - 1)
-    fig = go.Figure()
+    traces: list[Trace] = []
+    shapes: list[dict[str, Any]] = []
     stretch = [[p for p in line.points if first <= place[str(p["commit"])] <= last] for line in lines]
     every = sum(map(len, stretch)) <= MOST_MARKED
     for at, (line, inside) in enumerate(zip(lines, stretch, strict=True)):
         look = (LINES[at % len(LINES)], SYMBOLS[at % len(SYMBOLS)], DASHES[(at // len(LINES)) % len(DASHES)])
         scale = _scale(line.points) if normalised else 1.0
-        fig.add_traces(_line(line, inside, place, look, scale, at, len(commits), every))
-        fig.add_traces(_changes(line, place, scale, (first, last)))
+        traces += _line(line, inside, place, look, scale, at, len(commits), every)
+        traces += _changes(line, place, scale, (first, last))
     for at, words in stack_changes(lines, place):
         if first <= at <= last:
-            fig.add_vline(x=at - 0.5, line={"color": GREY, "dash": "dot", "width": 1})
-            fig.add_trace(_stack_mark(at - 0.5, words, lines))
+            shapes.append({"type": "line", "x0": at - 0.5, "x1": at - 0.5, "y0": 0, "y1": 1, "yref": "y domain",
+                           "line": {"color": GREY, "dash": "dot", "width": 1}})  # fmt: skip
+            traces.append(_stack_mark(at - 0.5, words))
     better = METRICS[lines[0].metric].better if lines else "lower"
     title = METRICS[lines[0].metric].title if lines else ""
     unit = "relative to its start" if normalised else _unit(lines)
     ticks = list(range(first, last + 1, max(1, (last - first + 1) // 8)))
-    # Streamlit reports clicks on points only where a drag does not select; a finger on a phone scrolls the page.
-    fig.update_layout(**layout(height=480, dragmode=False, selectdirection="h", clickmode="event+select"))
-    fig.update_xaxes(
-        title="commits, oldest first", range=[first - 0.7, last + 0.7], tickvals=ticks,
-        ticktext=[esc(short(commits[n]["commit"])[:7]) for n in ticks], showgrid=False, fixedrange=True,
-    )  # fmt: skip
-    fig.update_yaxes(title=f"{esc(title)}, {esc(unit)} ({better} is better)", automargin=True,
-                     exponentformat="SI")  # fmt: skip
-    return fig
+    return {
+        "data": traces,
+        # A drag selects only where the button for it was pressed: a finger on a phone scrolls the page.
+        "layout": layout(
+            height=480, dragmode=False, selectdirection="h", clickmode="event+select", shapes=shapes,
+            xaxis={
+                "title": {"text": "commits, oldest first"}, "range": [first - 0.7, last + 0.7], "tickvals": ticks,
+                "ticktext": [esc(short(commits[n]["commit"])[:7]) for n in ticks], "showgrid": False,
+                "fixedrange": True,
+            },
+            yaxis={
+                "title": {"text": f"{esc(title)}, {esc(unit)} ({better} is better)"}, "automargin": True,
+                "exponentformat": "SI",
+            },
+            # The marks of stack changes stand at the upper edge, whatever the values are.
+            yaxis2={"overlaying": "y", "range": [0, 1.02], "visible": False, "fixedrange": True},
+        ),
+    }  # fmt: skip
 
 
 def _unit(lines: Sequence[Line]) -> str:
@@ -123,7 +136,7 @@ def _line(
     number: int,
     width: int,
     every: bool,
-) -> list[go.Scatter]:
+) -> list[Trace]:
     """A line, its intervals and its marks; without ``every`` intervals are one path, and marks are sparse but for the
     points that a line alone would not show: those that are not judged, and those without a neighbour."""
     colour, symbol, dash = look
@@ -156,30 +169,30 @@ def _line(
         marks.append(symbol if point["judged"] else f"{symbol}-open")
         custom.append([number, str(point["commit"]), "dirty" if point["dirty"] else ""])
     few = len(points) <= 150
-    signs = symbol if set(marks) <= {symbol} else marks  # Plotly checks a list of them one by one
-    main = go.Scatter(
-        x=x, y=y, mode="lines+markers", name=esc(cut(line.name, 70)), connectgaps=False, customdata=custom,
-        line={"color": colour, "width": 1, "dash": dash},
-        marker={"color": colour, "symbol": signs, "size": 7 if few else 4},
-        hovertext=texts, hoverinfo="text", legendgroup=str(number),
-    )  # fmt: skip
+    same = set(marks) <= {symbol}
+    main: Trace = {
+        "type": "scatter", "x": x, "y": y, "mode": "lines+markers", "name": esc(cut(line.name, 70)),
+        "connectgaps": False, "customdata": custom, "line": {"color": colour, "width": 1, "dash": dash},
+        "marker": {"color": colour, "symbol": symbol if same else marks, "size": 7 if few else 4},
+        "hovertext": texts, "hoverinfo": "text", "legendgroup": str(number),
+    }  # fmt: skip
     if every:
-        main.error_y = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour,
-                        "thickness": 1 if few else 0.6, "width": 2 if few else 0}  # fmt: skip
+        main["error_y"] = {"type": "data", "symmetric": False, "array": up, "arrayminus": down, "color": colour,
+                           "thickness": 1 if few else 0.6, "width": 2 if few else 0}  # fmt: skip
         return [main]
-    main.marker.maxdisplayed = SPARSE
-    main.marker.size = 6
-    more: dict[str, Any] = {"legendgroup": str(number), "showlegend": False, "hoverinfo": "skip"}
+    main["marker"] |= {"maxdisplayed": SPARSE, "size": 6}
+    more: Trace = {"type": "scatter", "legendgroup": str(number), "showlegend": False, "hoverinfo": "skip"}
     ends = [end for v, high, low in zip(y, up, down, strict=True) if v is not None for end in (v - low, v + high, None)]
-    bars = go.Scatter(
-        x=[end for at, v in zip(x, y, strict=True) if v is not None for end in (at, at, None)], y=ends, mode="lines",
-        name="intervals", line={"color": colour, "width": 0.6, "simplify": False}, connectgaps=False, **more,
-    )  # fmt: skip
+    bars: Trace = {
+        "x": [end for at, v in zip(x, y, strict=True) if v is not None for end in (at, at, None)], "y": ends,
+        "mode": "lines", "name": "intervals", "line": {"color": colour, "width": 0.6, "simplify": False},
+        "connectgaps": False, **more,
+    }  # fmt: skip
     alone = [at for at in range(len(y)) if y[at] is not None and (marks[at] != symbol or _alone(y, at))]
-    kept = go.Scatter(
-        x=[x[at] for at in alone], y=[y[at] for at in alone], mode="markers", name="marks",
-        marker={"color": colour, "symbol": [marks[at] for at in alone], "size": 4}, **more,
-    )  # fmt: skip
+    kept: Trace = {
+        "x": [x[at] for at in alone], "y": [y[at] for at in alone], "mode": "markers", "name": "marks",
+        "marker": {"color": colour, "symbol": [marks[at] for at in alone], "size": 4}, **more,
+    }  # fmt: skip
     return [main, bars, kept] if alone else [main, bars]
 
 
@@ -188,7 +201,7 @@ def _alone(y: Sequence[float | None], at: int) -> bool:
     return all(not 0 <= near < len(y) or y[near] is None for near in (at - 1, at + 1))
 
 
-def _changes(line: Line, place: Mapping[str, int], scale: float, shown: tuple[int, int]) -> list[go.Scatter]:
+def _changes(line: Line, place: Mapping[str, int], scale: float, shown: tuple[int, int]) -> list[Trace]:
     by_commit = {str(point["commit"]): point for point in line.points}
     groups: dict[str, list[tuple[int, float, str]]] = {}
     for event in line.events:
@@ -206,12 +219,13 @@ def _changes(line: Line, place: Mapping[str, int], scale: float, shown: tuple[in
         )
         groups.setdefault(kind, []).append((place[str(event["commit"])], point["value"] / scale, text))
     return [
-        go.Scatter(
-            x=[x for x, _, _ in found], y=[y for _, y, _ in found], mode="markers", showlegend=False,
-            marker={"symbol": VERDICTS[kind].symbol, "size": 16, "color": VERDICTS[kind].colour,
-                    "line": {"width": 1, "color": "#FFFFFF"}},
-            hovertext=[text for _, _, text in found], hoverinfo="text", name=VERDICTS[kind].title,
-        )
+        {
+            "type": "scatter", "x": [x for x, _, _ in found], "y": [y for _, y, _ in found], "mode": "markers",
+            "showlegend": False,
+            "marker": {"symbol": VERDICTS[kind].symbol, "size": 16, "color": VERDICTS[kind].colour,
+                       "line": {"width": 1, "color": "#FFFFFF"}},
+            "hovertext": [text for _, _, text in found], "hoverinfo": "text", "name": VERDICTS[kind].title,
+        }
         for kind, found in groups.items()
     ]  # fmt: skip
 
@@ -228,16 +242,10 @@ def stack_changes(lines: Sequence[Line], place: Mapping[str, int]) -> list[tuple
     return [(at, "; ".join(words)) for at, words in sorted(found.items())]
 
 
-def _stack_mark(at: float, words: str, lines: Sequence[Line]) -> go.Scatter:
+def _stack_mark(at: float, words: str) -> Trace:
     """A mark on the axis that carries the words of a stack change."""
-    return go.Scatter(
-        x=[at], y=[1.0], yaxis="y2", mode="markers", showlegend=False, name="stack",
-        marker={"symbol": "line-ns-open", "size": 12, "color": GREY, "line": {"width": 2}},
-        hovertext=[hover("stack change", words)], hoverinfo="text", customdata=[[-1, "", ""]],
-    )  # fmt: skip
-
-
-def with_stack_axis(fig: go.Figure) -> go.Figure:
-    """Put the marks of stack changes at the upper edge, whatever the values are."""
-    fig.update_layout(yaxis2={"overlaying": "y", "range": [0, 1.02], "visible": False, "fixedrange": True})
-    return fig
+    return {
+        "type": "scatter", "x": [at], "y": [1.0], "yaxis": "y2", "mode": "markers", "showlegend": False,
+        "name": "stack", "marker": {"symbol": "line-ns-open", "size": 12, "color": GREY, "line": {"width": 2}},
+        "hovertext": [hover("stack change", words)], "hoverinfo": "text", "customdata": [[-1, "", ""]],
+    }  # fmt: skip

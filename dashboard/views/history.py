@@ -48,7 +48,7 @@ def render(view: parts.View) -> None:
         return
     options = [short(point["commit"]) for point in commits]
     shown = address.span("Commits", options, newest=NEWEST)
-    figure = lines.with_stack_axis(lines.history(found, normalised, shown))
+    figure = lines.history(found, normalised, shown)
     event = parts.figure(figure, "history", words, selects=True)
     _zoom(event, options)
     if len(commits) == 1:

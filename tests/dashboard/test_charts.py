@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import sys
 from typing import Any
 
+import plotly.graph_objects as go
 import pytest
+from plotly.basedatatypes import BaseFigure, BasePlotlyType
 
-from dashboard import serve
+from dashboard import plot, serve
 from dashboard.charts import diverging, lines, pair
 from harness.errors import UsageError
 
@@ -20,36 +24,65 @@ def point(at: int, value: float, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
+def test_a_figure_of_plain_values_is_one_that_plotly_takes() -> None:
+    event = {"kind": "step", "verdict": "improved", "ratio": 0.5, "low": 0.4, "high": 0.6, "commit": f"{3:040d}",
+             "subject": "", "recovered": None, "side": None, "reproduce": ""}  # fmt: skip
+    line = lines.Line("x", [point(at, 1.0, torch=str(at // 4), judged=at != 2) for at in range(8)], [event])
+    for most in (1, 500):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lines, "MOST_MARKED", most)
+            figure = lines.history([line], False)
+        go.Figure(figure)  # raises for a name or a value that Plotly does not know
+        assert json.loads(plot.as_json(figure))["layout"]["template"] == plot.TEMPLATE
+
+
+def test_many_points_are_neither_checked_nor_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = lines.history([lines.Line("x", [point(at, 1.0) for at in range(3)])], False)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("each value of a figure is checked by Plotly again")
+
+    monkeypatch.setattr(BasePlotlyType, "__init__", refused)
+    monkeypatch.setattr(BaseFigure, "__init__", refused)
+    assert json.loads(plot.as_json(figure))["data"][0]["y"] == [1.0] * 3
+
+
+def test_what_is_no_number_is_a_gap_in_json() -> None:
+    said = json.loads(plot.as_json({"data": [{"type": "scatter", "y": [1.0, math.nan]}], "layout": {}}))
+    assert said["data"][0]["y"] == [1.0, None]
+
+
 def test_a_line_breaks_where_it_was_not_measured() -> None:
     every = lines.Line("all", [point(at, 1.0) for at in range(6)])
     gap = lines.Line("gap", [point(at, 2.0) for at in (0, 1, 4, 5)])
-    traces = [trace for trace in lines.history([every, gap], False).data if trace.mode == "lines+markers"]
-    assert traces[0].y == (1.0,) * 6
-    assert traces[1].y == (2.0, 2.0, None, 2.0, 2.0)
-    assert traces[1].connectgaps is False
+    traces = [trace for trace in lines.history([every, gap], False)["data"] if trace["mode"] == "lines+markers"]
+    assert traces[0]["y"] == [1.0] * 6
+    assert traces[1]["y"] == [2.0, 2.0, None, 2.0, 2.0]
+    assert traces[1]["connectgaps"] is False
 
 
 def test_intervals_and_hollow_points_are_drawn() -> None:
     line = lines.Line("x", [point(0, 1.0), point(1, 1.0, judged=False, dirty=True, low=None, high=None)])
-    trace = lines.history([line], False).data[0]
-    assert trace.error_y.array == pytest.approx((0.01, 0.0))
-    assert trace.marker.symbol == ("circle", "circle-open")
-    assert "not judged: dirty tree" in trace.hovertext[1]
+    trace = lines.history([line], False)["data"][0]
+    assert trace["error_y"]["array"] == pytest.approx([0.01, 0.0])
+    assert trace["marker"]["symbol"] == ["circle", "circle-open"]
+    assert "not judged: dirty tree" in trace["hovertext"][1]
 
 
 def test_lines_of_many_points_have_few_marks_and_lose_no_point(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MOST_MARKED", 10)
     points = [point(at, 1.0, judged=at != 5, dirty=at == 5) for at in (*range(30), 60)]
     every = [point(at, 2.0) for at in range(61)]
-    main, bars, kept = lines.history([lines.Line("x", points), lines.Line("all", every)], False).data[:3]
-    assert main.marker.maxdisplayed == lines.SPARSE
-    places = [x for x, y in zip(main.x, main.y, strict=True) if y is not None]
-    assert places == [*range(30), 60]
-    assert all("pairbench run" in text for text, y in zip(main.hovertext, main.y, strict=True) if y is not None)
-    assert bars.x[:3] == (0, 0, None)
-    assert bars.y[:3] == pytest.approx((0.99, 1.01, None))
-    assert (kept.x, kept.marker.symbol) == ((5, 60), ("circle-open", "circle")), "not judged, and without a neighbour"
-    assert {trace.legendgroup for trace in (main, bars, kept)} == {"0"}
+    main, bars, kept = lines.history([lines.Line("x", points), lines.Line("all", every)], False)["data"][:3]
+    assert main["marker"]["maxdisplayed"] == lines.SPARSE
+    drawn = [at for at, y in enumerate(main["y"]) if y is not None]
+    assert [main["x"][at] for at in drawn] == [*range(30), 60]
+    assert all("pairbench run" in main["hovertext"][at] for at in drawn)
+    assert bars["x"][:3] == [0, 0, None]
+    assert bars["y"][:2] == pytest.approx([0.99, 1.01])
+    assert kept["x"] == [5, 60], "not judged, and without a neighbour"
+    assert kept["marker"]["symbol"] == ["circle-open", "circle"]
+    assert {trace["legendgroup"] for trace in (main, bars, kept)} == {"0"}
 
 
 def test_a_failed_check_is_marked_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +96,7 @@ def test_a_failed_check_is_marked_however_many_there_are(monkeypatch: pytest.Mon
 
 def test_relative_lines_begin_at_one() -> None:
     line = lines.Line("x", [point(at, 4.0) for at in range(5)] + [point(5, 6.0)])
-    assert lines.history([line], True).data[0].y == (1.0,) * 5 + (1.5,)
+    assert lines.history([line], True)["data"][0]["y"] == [1.0] * 5 + [1.5]
 
 
 def test_changes_have_their_own_signs_and_an_accepted_one_is_a_star() -> None:
@@ -73,11 +106,11 @@ def test_changes_have_their_own_signs_and_an_accepted_one_is_a_star() -> None:
     }  # fmt: skip
     for accepted, symbol in ((None, "triangle-down"), ("<b>right</b>", "star")):
         line = lines.Line("x", [point(at, 1.0) for at in range(6)], [{**event, "acknowledged": accepted}])
-        mark = lines.history([line], False).data[-1]
-        assert mark.marker.symbol == symbol
-        assert mark.x == (3,)
-        assert "+50.0 % [+40.0, +60.0]" in mark.hovertext[0]
-        assert "<b>" not in mark.hovertext[0]
+        mark = lines.history([line], False)["data"][-1]
+        assert mark["marker"]["symbol"] == symbol
+        assert mark["x"] == [3]
+        assert "+50.0 % [+40.0, +60.0]" in mark["hovertext"][0]
+        assert "<b>" not in mark["hovertext"][0]
 
 
 def test_a_new_stack_is_marked_where_it_begins() -> None:
