@@ -7,37 +7,36 @@ to the prefill side and cancelled there; a request is answered first here, then 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 from impls.serving.engine import Output
 from impls.serving.kv_link import Arrived, Closed, Offered, Receiver, Sender, Withdrawn
-from impls.serving.request import Request, Sequence
+from impls.serving.request import Request, Sequence, sent_at
 from impls.serving.role_engines import DecodeEngine, PrefillEngine
 
 
 class PrefillWorker:
-    """Sends requests into a prefill engine by the clock and hands over what it has computed.
+    """Sends requests into a prefill engine by the clock and hands over what it has computed."""
 
-    Of P prefill and D decode workers, request number k of the trace is run by k mod P and decoded by ⌊k / P⌋ mod D.
-    workers: P.
-    """
-
-    def __init__(self, engine: PrefillEngine, senders: Items[Sender], workers: int = 1) -> None:
-        self.engine, self.senders, self.workers = engine, senders, workers
+    def __init__(self, engine: PrefillEngine, senders: Items[Sender]) -> None:
+        self.engine, self.senders = engine, senders
         self.begin({})
 
-    def begin(self, requests: dict[int, Request]) -> None:
-        """A new run of these requests, by their numbers in the trace.
+    def begin(self, requests: dict[int, Request], routes: Mapping[int, int] | None = None) -> None:
+        """A new run of these requests, by their numbers in the trace; ``routes`` says whose answer goes to which of the
+        senders, by the same numbers, and the first one has those that it does not name.
 
         Raises:
             ValueError: two of them share an id.
         """
         self.engine.reset()
+        self.routes = dict(routes or {})
         self.numbers = {request.id: number for number, request in requests.items()}
         if len(self.numbers) < len(requests):
             raise ValueError("two requests share an id; give each request its own")
-        self.coming = deque(sorted(requests.values(), key=lambda request: request.arrival))
+        self.coming = deque(sorted(requests.values(), key=sent_at))
         self.offered: dict[int, Sequence] = {}
         self.handed_over: set[int] = set()
         self.moved = False
@@ -51,14 +50,14 @@ class PrefillWorker:
     @property
     def next_arrival(self) -> float | None:
         """When the next request is sent (s); None when all were."""
-        return self.coming[0].arrival if self.coming else None
+        return sent_at(self.coming[0]) if self.coming else None
 
     def turn(self) -> list[Output]:
         """Takes in what is due, lets go of what was read, and runs a step if there is one to run."""
         engine = self.engine
         steps = engine.counters["steps"]
         self.moved = False
-        while self.coming and self.coming[0].arrival <= engine.now:
+        while self.coming and sent_at(self.coming[0]) <= engine.now:
             engine.submit(self.coming.popleft())
             self.moved = True
         for sender in self.senders:
@@ -98,7 +97,7 @@ class PrefillWorker:
         self._sender(number).offer(number, sequence.tokens[-1], sequence.blocks[:blocks])
 
     def _sender(self, number: int) -> Sender:
-        return self.senders[number // self.workers % len(self.senders)]
+        return self.senders[self.routes.get(number, 0)]
 
 
 @dataclass(slots=True)

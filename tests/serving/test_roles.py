@@ -384,7 +384,7 @@ def test_several_of_each_share_the_requests(fake):
     sides = [[fake.Runner(VOCAB, 14, 4) for _ in range(2)] for _ in range(2)]
     links = [[MemoryLink(fake_move(p, d)) for d in sides[1]] for p in sides[0]]
     prefills = [
-        PrefillWorker(PrefillEngine(runner, config, decode_cache_tokens=56), [link.sender for link in row], workers=2)
+        PrefillWorker(PrefillEngine(runner, config, decode_cache_tokens=56), [link.sender for link in row])
         for runner, row in zip(sides[0], links, strict=True)
     ]
     decodes = [
@@ -393,7 +393,7 @@ def test_several_of_each_share_the_requests(fake):
     ]
     numbered = dict(enumerate(requests))
     for place, worker in enumerate(prefills):
-        worker.begin({n: r for n, r in numbered.items() if n % 2 == place})
+        worker.begin({n: r for n, r in numbered.items() if n % 2 == place}, {n: n // 2 % 2 for n in numbered})
     for worker in decodes:
         worker.begin(numbered)
     tokens: dict[str, list[int]] = {r.id: [] for r in requests}

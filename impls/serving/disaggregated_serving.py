@@ -1,0 +1,142 @@
+"""Disaggregated serving: engines side by side that each do everything, against ranks for prompts and for answers.
+
+A prompt is bound by arithmetic, a step of decode by memory, and in one engine each is in the other's way: a chunk of a
+prompt makes that step longer for all that decode, and decodes take a part of every chunk's budget. Apart (Zhong et al.,
+OSDI 2024, "DistServe", sections 2 and 3; Patel et al., ISCA 2024, "Splitwise", section 4; Qin et al., FAST 2025,
+"Mooncake", section 3) a prefill rank runs prompts alone and gives the first token, the blocks of the prompt travel, and
+a decode rank runs steps of one token a sequence and nothing else.
+
+Both sides have R ranks, the same trace, weights, kernels and engine, a cache of ``cache_tokens`` on every rank, and as
+many slots in all. ``baseline`` is what those GPUs give today: R engines with chunked prefill, behind a router that
+gives each request to the engine with the fewest tokens so far (answers counted, which no router can know).
+``optimized`` has ``prefill_ranks`` of the R for prompts. Figures are over all ranks together.
+
+    gap between tokens       side by side  t(T) in every step with a chunk, T the budget      apart  t(D) always
+    first to second token    side by side  one step      apart  wait for room + transfer + one step
+    transfer, P tokens       apart  2·L·K·E·e·B·⌈P / B⌉ bytes over the link: L layers, K key-value heads of E numbers of
+                                    e bytes, whole blocks of B tokens
+    cache for answers        side by side  R ranks'      apart  the decode ranks' alone
+
+Relieved: no prompt interrupts decode, so the tail of ITL comes down to a step's own time, and chunks need no longer be
+small for its sake (``prefill_step_tokens``). Paid: the bytes over the link, once a request (131 kB a token for a model
+of Llama-3-8B's shape in bfloat16: 0.3 ms for 1,000 tokens at the 395 GB/s of NVLink between two H200, where the prompt
+takes 26 ms; 5 ms at 25 GB/s); the prefill ranks' cache, which only holds what waits for room; and ranks that idle
+wherever prompts and answers do not come in the proportion that the ranks were divided in. A decode rank without room
+holds the prefill rank back, and TTFT grows. Throughput is not promised: the same FLOPs and bytes are spread over the
+same GPUs, and less evenly.
+
+``predict`` is the ratio of the two run times with all requests there at once: both schedules are run at a price of 1 a
+step and 1 / n a token, n tokens being what a step runs in the time that reading the weights takes; apart the slower
+role decides, as if neither had to wait for the other. So it is the most that can be gained, by the wider batches of a
+decode rank; it is below 1 where the ranks are divided badly. What the technique is for is to be read in ``itl_p99``,
+``tpot_p99`` and goodput under the SLO that one has. Counters: ``transferred_bytes`` as counted and by the formula,
+``transfer_wait`` (first token to admission), ``transfer`` (room granted to blocks arrived), ``second_token``,
+``busy_share_rank`` and tokens a second over all ranks and over the decode ranks alone, which flatters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from harness.pair import Claim, Context, Pair, Tolerance, Variant, Work
+from harness.serving.workload_trace import SYNTHETIC
+from harness.workload import Workload
+from impls.serving import traffic
+from impls.serving.case import Oracle
+from impls.serving.ranked_case import InRoles, SideBySide, share_out
+from impls.serving.request import Request, Sampling
+from impls.serving.schedule_cost import StepCost, simulate
+from impls.serving.scheduler import EngineConfig
+from impls.serving.supports import cannot
+from impls.serving.traffic import engine_config, inputs, requests_trace
+
+#: Tokens that a step runs in the time that it takes to read the weights: an H200's 620 TFLOP/s over 4.28 TB/s, and a
+#: core or two of a CPU.
+BALANCE: Final = {"bfloat16": 145.0, "float16": 145.0, "float32": 8.0, "float64": 8.0}
+
+
+def prefill_config(workload: Workload, **switches: Any) -> EngineConfig:
+    """The engine of a prefill rank: the workload's, with a budget of its own if ``prefill_step_tokens`` gives one."""
+    budget = int(workload.dims.get("prefill_step_tokens", workload.step_tokens))
+    return replace(engine_config(workload, **switches), max_step_tokens=budget)
+
+
+def decode_config(workload: Workload, **switches: Any) -> EngineConfig:
+    """The engine of a decode rank: it has its share of the slots of all ranks, and the cache of one."""
+    return replace(engine_config(workload, **switches), max_running=decode_slots(workload))
+
+
+def decode_slots(workload: Workload) -> int:
+    """Sequences at once on a decode rank, so that all ranks together have as many either way.
+
+    Raises:
+        ValueError: no rank would be left to decode.
+    """
+    ranks = workload.ranks - int(workload.prefill_ranks)
+    if ranks < 1:
+        raise ValueError(f"of {workload.ranks} ranks, {workload.prefill_ranks} for prompts leave a role without any")
+    return int(workload.slots) * workload.ranks // ranks
+
+
+def side_by_side(workload: Workload, ctx: Context) -> SideBySide:
+    """Every rank an engine of its own, prompts in chunks between the decodes."""
+    return SideBySide(workload, ctx, engine_config(workload))
+
+
+def apart(workload: Workload, ctx: Context) -> InRoles:
+    """Some ranks for prompts, the others for answers."""
+    return InRoles(workload, ctx, prefill_config(workload), decode_config(workload), int(workload.prefill_ranks))
+
+
+def work(workload: Workload) -> Work:
+    """As for one engine, with the widest batch that either way has: a decode rank's. Nothing has to cross the link."""
+    return traffic.work(workload.replace(slots=decode_slots(workload)))
+
+
+def predict(workload: Workload) -> float | None:
+    """Run time side by side over that apart, every request there at once, at the docstring's price."""
+    if workload.trace != SYNTHETIC:
+        return None
+    lengths = [(r.prompt_tokens, r.output_tokens) for r in requests_trace(workload).requests]
+    ranks, first = workload.ranks, int(workload.prefill_ranks)
+    token = 1.0 / BALANCE[workload.dtype]
+    price = StepCost(fixed=1.0, prefill=token, decode=token)
+
+    def slowest(lengths: list[tuple[int, int]], shares: int, config: EngineConfig, price: StepCost) -> float:
+        requests = [Request(str(i), [1] * p, Sampling(max_tokens=n)) for i, (p, n) in enumerate(lengths)]
+        parts = share_out([sum(each) for each in lengths], shares)
+        return max(
+            simulate([r for r, part in zip(requests, parts, strict=True) if part == share], config, price)
+            for share in range(shares)
+        )
+
+    together = slowest(lengths, ranks, engine_config(workload), price)
+    prompts = slowest([(p, 1) for p, _ in lengths], first, prefill_config(workload), price)
+    # Prompts take their place in the decode side's cache and none of its time.
+    free = replace(decode_config(workload), max_step_tokens=1 << 40)
+    answers = [(p, n - 1) for p, n in lengths if n > 1]
+    decode = slowest(answers, ranks - first, free, replace(price, prefill=0.0)) if answers else 0.0
+    return together / max(prompts, decode)
+
+
+PAIR = Pair(
+    name="disaggregated_serving",
+    kind="serve",
+    layer="system",
+    relieves="compute",
+    claim=Claim(
+        latency="lower",
+        communication="higher",
+        cost="every prompt's keys and values over the link, and a role that idles where the mix does not fit",
+    ),
+    inputs=inputs,
+    oracle=Oracle,
+    variants={
+        "baseline": Variant(side_by_side, requires=("ranks>=2",), supports=cannot),
+        "optimized": Variant(apart, requires=("ranks>=2",), supports=cannot),
+    },
+    work=work,
+    predict=predict,
+    tolerance=Tolerance(rule="tokens"),
+)
