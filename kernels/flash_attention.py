@@ -146,7 +146,7 @@ def flash_attention_backward(
 
         rows = hopper_backward_rows(problem)
         sums = q.new_zeros(problem.batch, rows, problem.heads, problem.head_dim, dtype=torch.float32)
-        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta), q)
+        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta, config.hopper_backward), q)
         torch.mul(sums[:, : problem.q_len], problem.scale, out=dq)
         return dq, dk, dv
     two_passes = deterministic or config.two_passes

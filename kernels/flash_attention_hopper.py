@@ -69,7 +69,7 @@ def published(buffer):
 
 
 @gluon.jit
-def _following(index, done, taken, COUNTER: gl.constexpr):
+def following(index, done, taken, COUNTER: gl.constexpr):
     """The tile after `index`, as the feeder published it or by the fixed share."""
     following = index + gl.num_programs(0)
     if COUNTER:
@@ -283,7 +283,7 @@ def _attend(
         if Q_SLOTS == 1:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(place), count=1)
-        index = _following(index, done, taken, COUNTER)
+        index = following(index, done, taken, COUNTER)
         done += 1
     if Q_SLOTS == 2:
         tma.store_wait(0)

@@ -1,4 +1,4 @@
-"""Launches of the Hopper forward: what it supports, its tiles, and how many programs share the work."""
+"""Launches of the Hopper kernels: what they support, their tiles, and how many programs share the work."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .flash_attention_hopper import hopper_forward_kernel
 from .flash_attention_hopper_backward import hopper_backward_kernel
-from .flash_attention_plan import LOG2_E, cdiv, heads_per_section, is_describable
+from .flash_attention_plan import LOG2_E, cdiv, heads_per_section, is_describable, multiprocessors
 from .flash_attention_problem import Problem
 from .launch import Launch
 
-_MULTIPROCESSORS_ASSUMED = 132  # without a device to ask: an H100 or H200 SXM
 _REGISTERS = 168  # of 65,536 for three groups of 128 threads; the two that compute then take 240 each, the feeder 24
 
 
@@ -43,6 +42,24 @@ class HopperTile:
         return said + (f" q{self.q_slots}" if self.q_slots > 1 else "")
 
 
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """128 keys by 64 queries (128 at a head dimension of 64), `stages` slots for queries and their output's gradients.
+
+    `order`: "grid", a program for each tile of keys; "counter", as many programs as multiprocessors, the next tile to
+    whoever is free. With two `kv_slots` the next tile's keys and values arrive during the present one.
+    """
+
+    stages: int = 2
+    order: Literal["grid", "counter"] = "grid"
+    kv_slots: int = 1
+
+    def __str__(self) -> str:
+        said = "one pass" if self.stages == 2 else f"one pass s{self.stages}"
+        said += "" if self.order == "grid" else f" {self.order}"
+        return said + (f" kv{self.kv_slots}" if self.kv_slots > 1 else "")
+
+
 def unsupported_by_hopper(problem: Problem) -> str | None:
     """Why the Hopper kernel cannot run a problem, or None."""
     if problem.varlen:
@@ -65,9 +82,14 @@ def hopper_tile(problem: Problem) -> HopperTile:
     return HopperTile(128, stages, ping_pong=full, order="fixed" if full else "counter", q_slots=2)
 
 
-@lru_cache(maxsize=64)
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+def hopper_backward_tile(problem: Problem) -> HopperBackwardTile:
+    """The backward's tile for a problem."""
+    return HopperBackwardTile()
+
+
+def _counter(order: str, q: torch.Tensor) -> torch.Tensor | None:
+    """Where programs count the tiles that they take."""
+    return torch.zeros(1, dtype=torch.int32, device=q.device) if order == "counter" else None
 
 
 def _element(dtype: torch.dtype) -> gl.dtype:
@@ -117,14 +139,13 @@ def hopper_forward_launch(
             raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
     num_tiles = cdiv(problem.q_len, 128)
     num_heads = problem.batch * problem.heads
-    programs = _multiprocessors(q.device.index) if q.is_cuda else _MULTIPROCESSORS_ASSUMED
     args = {
         "q_desc": _descriptor(q, 64),
         "k_desc": _descriptor(k, tile.block_n),
         "v_desc": _descriptor(v, tile.block_n),
         "o_desc": _descriptor(out, 64),
         "lse_ptr": lse,
-        "counter_ptr": torch.zeros(1, dtype=torch.int32, device=q.device) if tile.order == "counter" else None,
+        "counter_ptr": _counter(tile.order, q),
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,
@@ -150,7 +171,7 @@ def hopper_forward_launch(
         "COUNTER": tile.order == "counter",
     }
     tiles = num_tiles * num_heads
-    grid = (tiles if tile.order == "grid" else min(programs, tiles),)
+    grid = (tiles if tile.order == "grid" else min(multiprocessors(q), tiles),)
     return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
 
 
@@ -172,13 +193,13 @@ def hopper_backward_launch(
     dq_sums: torch.Tensor,
     shift: torch.Tensor,
     delta: torch.Tensor,
-    stages: int = 2,
+    tile: HopperBackwardTile,
 ) -> Launch:
     """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
     over scale into `dq_sums`, float32 [B, hopper_backward_rows, H, D], zero before.
 
-    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
-    tensor's strides are not supported.
+    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. With a counter of tiles the launch
+    is good for one run. ValueError when the problem or a tensor's strides are not supported.
     """
     reason = unsupported_by_hopper(problem)
     if reason is not None:
@@ -204,6 +225,7 @@ def hopper_backward_launch(
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dq_ptr": dq_sums,
+        "counter_ptr": _counter(tile.order, q),
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,
@@ -216,10 +238,13 @@ def hopper_backward_launch(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "HEAD_DIM": problem.head_dim,
-        "STAGES": stages,
+        "STAGES": tile.stages,
         "GROUP": problem.heads // problem.kv_heads,
         "CAUSAL": problem.right == 0,
         "DS_LAYOUT": _layout((block_n, block_m), q.dtype),
+        "KV_SLOTS": tile.kv_slots,
+        "COUNTER": tile.order == "counter",
     }
-    grid = (num_tiles * num_heads,)
+    tiles = num_tiles * num_heads
+    grid = (tiles if tile.order == "grid" else min(multiprocessors(q), tiles),)
     return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

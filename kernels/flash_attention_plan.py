@@ -15,6 +15,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ._rows import multiprocessors as multiprocessors_of
 from ._rows import on_device_of
 from .flash_attention_backward import backward_kernel, query_gradient_kernel, row_terms_kernel
 from .flash_attention_forward import flash_attention_forward_kernel
@@ -46,8 +47,9 @@ class Config:
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
     the deterministic backward even when nobody asked: where one pass would not fit the registers, or is slower.
     `hopper` (a HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead,
-    `hopper_backward` the one-pass backward. `beside` names those of the Triton backward's sums (dV, dK) that are issued
-    to run beside other work. `stagger` is (clocks, programs): so far apart the Triton forward's first programs start.
+    `hopper_backward` (a HopperBackwardTile) the one-pass backward. `beside` names those of the Triton backward's sums
+    (dV, dK) that are issued to run beside other work. `stagger` is (clocks, programs): so far apart the programs start
+    that a multiprocessor runs at first in the Triton forward.
     """
 
     forward: Tile
@@ -57,7 +59,7 @@ class Config:
     descriptor_adds: bool = False
     two_passes: bool = False
     hopper: Any = None
-    hopper_backward: bool = False
+    hopper_backward: Any = None
     beside: tuple[str, ...] = ()
     stagger: tuple[int, int] = (0, 0)
 
@@ -68,7 +70,9 @@ class Config:
         late = f", {self.stagger[0]} clocks apart" if self.stagger[0] else ""
         forward = f"triton, {source}, {self.forward}{late}" if self.hopper is None else f"gluon, {self.hopper}"
         passes += "".join(f", {name} beside" for name in self.beside)
-        backward = "gluon" if self.hopper_backward else f"triton, {source}, {self.backward} in {passes}"
+        backward = f"triton, {source}, {self.backward} in {passes}"
+        if self.hopper_backward is not None:
+            backward = f"gluon, {self.hopper_backward}"
         return f"forward {forward}; backward {backward}"
 
 
@@ -86,6 +90,11 @@ _ELSEWHERE = {
 }
 # The interpreter: small and uneven, so that short sequences cross tile edges.
 _INTERPRETER = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+
+
+def multiprocessors(q: torch.Tensor) -> int:
+    """Of the GPU that a tensor is on; without one, of an H100 or H200."""
+    return multiprocessors_of(q.device) if q.is_cuda else 132
 
 
 def cdiv(a: int, b: int) -> int:
@@ -112,13 +121,16 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     full = problem.left is None and problem.right is None
     if rounded == 64 and full:
         config = replace(config, beside=("dV", "dK"))  # under a mask the same costs more than it hides
+    if rounded == 128 and full and not problem.varlen:
+        config = replace(config, stagger=(1024, 2))  # under a mask programs fall out of step by themselves
     if capability == (9, 0) and describable and problem.head_dim in (64, 128):
-        from .flash_attention_hopper_launch import hopper_tile, unsupported_by_hopper  # it imports this module
+        from .flash_attention_hopper_launch import hopper_backward_tile, hopper_tile, unsupported_by_hopper
 
         if unsupported_by_hopper(problem) is None:
             # Measured ahead of Triton everywhere but in the causal forward at D=64.
             ahead = problem.head_dim == 128 or full
-            config = replace(config, hopper=hopper_tile(problem) if ahead else None, hopper_backward=True)
+            forward, backward = hopper_tile(problem) if ahead else None, hopper_backward_tile(problem)
+            config = replace(config, hopper=forward, hopper_backward=backward)
     return config
 
 
@@ -248,7 +260,7 @@ def forward_launch(
         **_row_strides(lse, problem.varlen),
         **_common(problem, tile, config),
         "STAGGER": config.stagger[0],
-        "FIRST": config.stagger[1],
+        "FIRST": config.stagger[1] and config.stagger[1] * multiprocessors(q),
     }
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
         args |= _strides(name, tensor, problem.varlen)

@@ -35,7 +35,7 @@ def problem_for(head_dim: int, causal: bool, batch: int, heads: int, q_len: int,
 def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[int, int] | None) -> list[Candidate]:
     """What to measure; the first is Triton's own choice of tiles. None is the interpreter."""
     chosen = choose_config(problem_for(head_dim, causal, 1, 1, 4096, 4096), capability, describable=True)
-    base = replace(chosen, hopper=None, hopper_backward=False)
+    base = replace(chosen, hopper=None, hopper_backward=None)
     tile = base.forward if direction == "forward" else base.backward
     if capability is None or capability < (9, 0):
         default = Candidate(f"triton {tile}", direction, head_dim, base, 0.6, "the choice for every other device")
@@ -46,25 +46,19 @@ def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[in
     )
     found.sort(key=lambda candidate: candidate.config != base)  # the choice first, the rest in order
     if head_dim in (64, 128) and capability == (9, 0):
-        found += _hopper(head_dim, causal, base) if direction == "forward" else [_hopper_backward(head_dim, base)]
+        found += _hopper(head_dim, causal, base) if direction == "forward" else _hopper_backward(head_dim, base)
     return found
 
 
 def _triton_forward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
     found = [
-        Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile), share - 0.02 * causal, why)
-        for tile, share, why in _FORWARD[head_dim]
+        Candidate(f"triton {tile}", "forward", head_dim, replace(base, forward=tile, stagger=(0, 0)), share, why)
+        for tile, share, why in ((tile, share - 0.02 * causal, why) for tile, share, why in _FORWARD[head_dim])
     ]
-    if not causal and base.forward in _STAGGERED:  # under the mask programs differ in length and fall out of step
-        clocks, programs, share, why = _STAGGERED[base.forward]
-        config = replace(base, stagger=(clocks, programs * _multiprocessors()))
-        found.append(Candidate(f"triton {base.forward} out of step", "forward", head_dim, config, share, why))
+    if base.stagger[0]:
+        why = "two programs out of step from the start, so that products meet a softmax"
+        found.append(Candidate(f"triton {base.forward} out of step", "forward", head_dim, base, 0.82, why))
     return found
-
-
-def _multiprocessors() -> int:
-    """Of the device at hand; without one, of an H200."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
 def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
@@ -89,7 +83,8 @@ def is_picked(candidate: Candidate, causal: bool) -> bool:
     problem = problem_for(candidate.head_dim, causal, 1, 1, 4096, 4096)
     ours, chosen = candidate.config, choose_config(problem, (9, 0), describable=True)
     if candidate.direction == "forward":
-        return ours.hopper == chosen.hopper and (ours.hopper is not None or ours.forward == chosen.forward)
+        same = (ours.forward, ours.stagger) == (chosen.forward, chosen.stagger)
+        return ours.hopper == chosen.hopper and (ours.hopper is not None or same)
     return bool(replace(ours, forward=chosen.forward, hopper=chosen.hopper) == chosen)
 
 
@@ -114,12 +109,6 @@ _FORWARD: dict[int, tuple[tuple[Tile, float, str], ...]] = {
         (Tile(64, 64, 4, 2), 0.65, "one program a multiprocessor with four warps"),
     ),
 }
-# By tile: clocks between the starts of a multiprocessor's programs (one tile's products alone), how many it holds.
-_STAGGERED = {
-    Tile(128, 64, 4, 2): (1024, 2, 0.82, "two programs out of step from the start, so that products meet a softmax"),
-    Tile(64, 64, 4, 3): (256, 3, 0.92, "three programs out of step from the start"),
-}
-
 _ONE_PASS = "one program, so exponentials and products alternate; dQ leaves by bulk reduction"
 _BY_THREADS = "no staging of dQ, but an atomic add for every four elements"
 _TWO_PASSES = "seven products where five suffice, no atomic adds"
@@ -181,14 +170,24 @@ def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
     ]
 
 
-def _hopper_backward(head_dim: int, base: Config) -> Candidate:
+def _hopper_backward(head_dim: int, base: Config) -> list[Candidate]:
+    from kernels.flash_attention_hopper_launch import HopperBackwardTile
+
     why = {
         128: "exponentials beside dP's product, dS beside dV's; a feeder; adds by threads are what may bind it",
         64: "the same with 128 queries a tile; the compiler keeps about ten values of the loop out of registers",
     }[head_dim]
     share = {128: 0.82, 64: 0.72}[head_dim]
-    config = replace(base, hopper_backward=True)
-    return Candidate("hopper one pass", "backward", head_dim, config, share, why, group="hopper")
+    counter = HopperBackwardTile(order="counter")
+    tiles = [
+        (HopperBackwardTile(), share, why),
+        (counter, share + 0.02, "the next tile's queries arrive while this one's gradients leave"),
+        (replace(counter, kv_slots=2), share + 0.04, "the next tile's keys and values too"),
+    ]
+    return [
+        Candidate(f"hopper {tile}", "backward", head_dim, replace(base, hopper_backward=tile), share, why, "hopper")
+        for tile, share, why in tiles
+    ]
 
 
 def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch]:
@@ -207,7 +206,8 @@ def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch
     if config.hopper_backward:
         from kernels.flash_attention_hopper_launch import hopper_backward_launch
 
-        return [hopper_backward_launch(problem, inputs, q, q, torch.empty(q.shape, device="meta"), rows, rows)]
+        whole = torch.empty(q.shape, device="meta")
+        return [hopper_backward_launch(problem, inputs, q, q, whole, rows, rows, config.hopper_backward)]
     sums = None if config.two_passes else torch.empty(q.shape, device="meta")
     first = backward_launch(problem, config, inputs, q, q, sums, rows, rows, None, None)
     if sums is not None:

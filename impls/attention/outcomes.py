@@ -97,6 +97,33 @@ def outcome(survey: Survey, row: dict[str, Any], mark: str) -> str:
     return f"{row['tflops']:.0f}{''.join(shares)} [{mark}]"
 
 
+def lengths_table(surveys: list[Survey], marks: dict[Path, str]) -> list[str]:
+    """What `flash_attention` and Triton pick, over the peers at each length, as Markdown."""
+    found = newest_by_length(surveys)
+    seqs = sorted({key[-1] for key in found})
+    lines = [f"| kernel | {' | '.join(f'S={seq}' for seq in seqs)} |", f"| --- |{' --- |' * len(seqs)}"]
+    for direction, dim, causal in ((d, n, c) for d in ("forward", "backward") for n in DIMS for c in (False, True)):
+        for i, candidate in enumerate(candidates(dim, causal, direction, (9, 0))):
+            cells = []
+            for seq in seqs:
+                key = (direction, dim, causal, candidate.name, seq)
+                cells.append(outcome(*found[key], marks[found[key][0].path]) if key in found else UNKNOWN)
+            if (is_picked(candidate, causal) or i == 0) and any(cell != UNKNOWN for cell in cells):
+                what = f"{direction}, D={dim}, {'causal' if causal else 'full'}: {candidate.name}"
+                lines.append(f"| {what}{' **picked**' if is_picked(candidate, causal) else ''} | {' | '.join(cells)} |")
+    return lines
+
+
+def newest_by_length(surveys: Iterable[Survey]) -> dict[tuple[str, int, bool, str, int], tuple[Survey, dict[str, Any]]]:
+    """The newest row of each kernel that was timed, with the length as the last part of its key."""
+    return {
+        (row["direction"], row["head_dim"], row["causal"], row["name"], row["seq"]): (survey, row)
+        for survey in surveys
+        for row in survey.rows
+        if row["group"] != "torch" and row["tflops"]
+    }
+
+
 def newest_peers(surveys: Iterable[Survey]) -> dict[Key, tuple[Survey, dict[str, Any]]]:
     """The newest row of each of torch's kernels on the tables' length."""
     return {
@@ -177,13 +204,15 @@ def table(direction: str, surveys: list[Survey], marks: dict[Path, str]) -> list
 
 def fill(text: str, surveys: list[Survey]) -> str:
     """The page with every part between `<!-- surveys: PART -->` and `<!-- end -->` made again from the surveys."""
-    figures = [newest(surveys, True), newest(surveys, False), newest_peers(surveys)]
-    used = [s for s in surveys if any(s is survey for found in figures for survey, _ in found.values())]
+    figures = (newest(surveys, True), newest(surveys, False), newest_peers(surveys), newest_by_length(surveys))
+    shown = {survey.path for found in figures for survey, _ in found.values()}
+    used = [survey for survey in surveys if survey.path in shown]
     marks = {survey.path: chr(ord("a") + i) for i, survey in enumerate(used)}
     parts = {
         "forward": table("forward", surveys, marks),
         "backward": table("backward", surveys, marks),
         "peers": peers_table(surveys, marks),
+        "lengths": lengths_table(surveys, marks),
         "balance": schedule.table(),
         "sources": [source(survey, marks[survey.path]) for survey in used],
     }

@@ -117,5 +117,17 @@ def test_nothing_is_overwritten_and_a_survey_without_its_origin_is_refused(tmp_p
 def test_the_page_is_what_the_kept_surveys_make_of_it() -> None:
     page = Path(__file__).parents[2] / "docs" / "attention.md"
     text = page.read_text(encoding="utf-8")
-    assert text.count("<!-- surveys: ") == 5
+    assert text.count("<!-- surveys: ") == 6
     assert outcomes.fill(text, outcomes.kept()) == text, "run python3 -m impls.attention.outcomes --write"
+
+
+def test_each_length_has_its_newest_figure_over_the_peers_of_the_same_length(tmp_path: Path) -> None:
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    write(folder / "a.json", "2026-01-01T00:00:00Z", [row(NAME, 100.0, seq=2048), peer("sdpa_cudnn", 400.0, seq=2048)])
+    newer = [row(NAME, 300.0, seq=2048), peer("sdpa_cudnn", 400.0, seq=2048), row(NAME, 500.0, seq=8192)]
+    write(folder / "b.json", "2026-01-02T00:00:00Z", newer)
+    page = outcomes.fill("<!-- surveys: lengths -->\n<!-- end -->", outcomes.kept(tmp_path))
+    assert "| kernel | S=2048 | S=8192 |" in page
+    (line,) = [line for line in page.splitlines() if f"forward, D=128, causal: {NAME}" in line]
+    assert line.endswith("| 300, 0.75 of cuDNN [a] | 500 [a] |")

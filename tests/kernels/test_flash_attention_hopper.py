@@ -14,9 +14,11 @@ from kernels.flash_attention import flash_attention
 from kernels.flash_attention_hopper import hopper_forward_kernel
 from kernels.flash_attention_hopper_backward import hopper_backward_kernel
 from kernels.flash_attention_hopper_launch import (
+    HopperBackwardTile,
     HopperTile,
     hopper_backward_launch,
     hopper_backward_rows,
+    hopper_backward_tile,
     hopper_forward_launch,
     hopper_tile,
     unsupported_by_hopper,
@@ -98,8 +100,15 @@ def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("stages", [1, 2])
-def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], stages: int) -> None:
+@pytest.mark.parametrize(
+    "tile",
+    [
+        HopperBackwardTile(stages, *order)
+        for stages, order in ((1, ()), (2, ()), (1, ("counter",)), (2, ("counter", 2)))
+    ],
+    ids=str,
+)
+def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], tile: HopperBackwardTile) -> None:
     p = problem(*shape[:7])
     q, k, v = draw(p, torch.float16)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(q.dtype)
@@ -112,8 +121,8 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], s
     delta.copy_((out * grad).sum(-1).transpose(1, 2))
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(p.batch, hopper_backward_rows(p), p.heads, p.head_dim)
-    args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta, stages).args)
-    programs = -(-p.kv_len // 128) * p.batch * p.kv_heads
+    args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta, tile).args)
+    programs = -(-p.kv_len // 128) * p.batch * p.kv_heads if tile.order == "grid" else shape[7]
     block = args["BLOCK_M"]
     args |= {
         "q_desc": threads.heads_first(q, block), "k_desc": threads.heads_first(k, 128),
@@ -122,6 +131,7 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], s
         "delta_desc": threads.Descriptor(delta.reshape(-1, p.q_len), [1, block]),
         "dk_ptr": threads.Memory(dk.view(-1)), "dv_ptr": threads.Memory(dv.view(-1)),
         "dq_ptr": threads.Memory(sums.view(-1)),
+        "counter_ptr": args["counter_ptr"] is not None and threads.Memory(args["counter_ptr"]),
     }  # fmt: skip
     threads.run_on_threads(hopper_backward_kernel, programs, args)
     for name, got, truth in zip("qkv", (sums[:, : p.q_len] * p.scale, dk, dv), expected, strict=True):
@@ -167,8 +177,8 @@ def test_what_the_kernel_does_not_support_is_named() -> None:
 def test_the_kernel_on_its_gpu(shape: tuple[Any, ...], ping_pong: bool, dtype: torch.dtype) -> None:
     p = problem(*shape)
     q, k, v = draw(p, dtype)
-    tile = replace(hopper_tile(p), ping_pong=ping_pong)
-    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), True, True, False, tile, True)
+    tile, backward = replace(hopper_tile(p), ping_pong=ping_pong), hopper_backward_tile(p)
+    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), True, True, False, tile, backward)
     leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
     out, lse = flash_attention(*leaves, causal=p.right == 0, return_lse=True, config=config)
     wide = [t.double().requires_grad_() for t in (q, k, v)]
@@ -208,10 +218,10 @@ def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> 
         for causal in (False, True)
     }
     assert chosen == {
-        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon",
-        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon",
-        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon",
-        (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon",
+        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass",
+        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass",
+        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass",
+        (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass",
     }, "the record says which kernels run"
     elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
     others: list[dict[str, Any]] = [
