@@ -105,12 +105,16 @@ def _before_measuring(conf: Any, args: Any) -> None:
 
 
 def _know_commits(kept: str, args: Any) -> None:
-    """NEW is what has no results of this machine, and EXISTING what has any: among those kept, and those kept apart."""
+    """EXISTING is what any machine has results of, kept here or apart; NEW what came after the newest of this machine.
+
+    asv itself takes any machine's for NEW too, and that is what a machine without results gets.
+    """
     machine = (args.machine or Machine.hardcoded_machine_name) if getattr(args, "range", None) == "NEW" else ""
     hashes = asv.commands.run.get_existing_hashes
 
-    def known(results: str) -> list[str]:
-        return list({found for folder in (kept, results) for found in hashes(str(Path(folder, machine)))})
+    def known(results: str, of: str = machine) -> list[str]:
+        found = list({commit for folder in (kept, results) for commit in hashes(str(Path(folder, of)))})
+        return found if found or not of else known(results, "")
 
     asv.commands.run.get_existing_hashes = known
 

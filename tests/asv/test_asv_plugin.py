@@ -115,7 +115,7 @@ print(json.dumps([clean, [told(quick=True), told(quick=False)]]))
     assert uncommitted == [[".asv/quick", "quick"], [".asv/dirty", None]]
 
 
-def test_new_is_what_this_machine_has_no_results_of_kept_or_apart(tmp_path: Path) -> None:
+def test_new_is_what_came_after_the_results_of_this_machine_kept_or_apart(tmp_path: Path) -> None:
     code = """
 from types import SimpleNamespace
 import asv.commands.run
@@ -130,14 +130,15 @@ def seen(folder, machine, commit):
     Results(facts, {}, commit * 40, 0, "3", "e", {}).save(os.path.join(os.environ["HOME"], folder))
 seen("kept", "here", "a"), seen("kept", "there", "b"), seen("quick", "here", "c")
 original, found = asv.commands.run.get_existing_hashes, []
-for words in ({"range": "NEW"}, {"range": "EXISTING"}, {"range": "HEAD^!"}):
-    asv_rules._know_commits(os.path.join(os.environ["HOME"], "kept"), SimpleNamespace(machine="here", **words))
+for machine, words in (("here", "NEW"), ("elsewhere", "NEW"), ("here", "EXISTING"), ("here", "HEAD^!")):
+    args = SimpleNamespace(machine=machine, range=words)
+    asv_rules._know_commits(os.path.join(os.environ["HOME"], "kept"), args)
     hashes = asv.commands.run.get_existing_hashes(os.path.join(os.environ["HOME"], "quick"))
     found.append("".join(sorted(h[0] for h in hashes)))
     asv.commands.run.get_existing_hashes = original
 print(json.dumps(found))
 """
-    assert asv(code, tmp_path) == ["ac", "abc", "abc"]
+    assert asv(code, tmp_path) == ["ac", "abc", "abc", "abc"]
 
 
 def test_suites_are_those_of_a_commit_or_the_reason_is_told(tmp_path: Path, git: Any) -> None:
