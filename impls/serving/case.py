@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from harness.workload import Workload
 from impls.model.resolve import model_for
 from impls.serving.engine import Engine, Output
 from impls.serving.plain_loop import cached_tokens, score_tokens
-from impls.serving.recorder import Recorder
+from impls.serving.recorder import TIMED_STEPS, Recorder
 from impls.serving.request import Request
 from impls.serving.runner import ModelRunner
 from impls.serving.schedule_cost import StepCost, Switch, allowed_speedup
@@ -23,6 +24,8 @@ from impls.serving.scheduler import EngineConfig
 #: Tokens (prompts and answers) that a check scores at most in each of the two precisions: float32 products of a model
 #: of 8 billion weights take a third of a second a thousand, and a trace has hundreds of thousands.
 SCORED_TOKENS = 32_768
+#: Fewer steps of the largest batch say nothing.
+FULL_STEPS = 10
 
 
 class ServeCase:
@@ -31,7 +34,10 @@ class ServeCase:
     ``counters`` gives what the last run counted, the cost of a step as fitted to it, and ``allowed_speedup``: how much
     faster than the plain way of ``switch`` the schedules alone allow at that cost (none without a switch, where it is
     not the number and size of steps that changes). With prefix caching it also gives the share of the prompts' tokens
-    that were in the cache, and how many cached blocks made room for others.
+    that were in the cache, and how many cached blocks made room for others. With graphs it gives ``decode_step_s`` and
+    ``decode_model_s``, what a step of the largest batch takes from its tokens' arrival to the next ones' and what the
+    device computes in it, and ``beside_model_share``, what of the step is not the model and not hidden behind it:
+    sampling, copies, and the host where the device waits for it.
     """
 
     def __init__(self, workload: Workload, ctx: Context, config: EngineConfig, switch: Switch | None = None) -> None:
@@ -53,13 +59,23 @@ class ServeCase:
         self.poison()
 
     def run(self) -> None:
-        """Serves every request, each sent at its arrival."""
+        """Serves every request, each sent at its arrival.
+
+        Raises:
+            RuntimeError: a request was refused or failed, so that this was another workload than the one asked for.
+        """
         self.tokens = {request.id: [] for request in self.requests}
+        self.lost: dict[str, str] = {}
         self.engine.serve(self.requests, self._keep)
+        if self.lost:
+            name, reason = next(iter(self.lost.items()))
+            raise RuntimeError(f"{len(self.lost)} of {len(self.requests)} requests were not served: {name} {reason}")
 
     def _keep(self, output: Output) -> None:
         if output.token is not None:
             self.tokens[output.id].append(output.token)
+        if output.finished in ("refused", "failed"):
+            self.lost[output.id] = f"{output.finished}: {output.reason}"
 
     def result(self) -> dict[str, list[int]]:
         """The tokens of each request."""
@@ -77,6 +93,7 @@ class ServeCase:
         """What the last run counted; see the class."""
         counts = {key: float(value) for key, value in {**self.engine.counters, **self.trace}.items()}
         counts["host_waited_s"] = self.engine.waited
+        counts.update(self._full_steps())
         cost = StepCost.fit(self.recorder.steps)
         if cost is not None:
             counts.update(cost.as_counters())
@@ -87,6 +104,16 @@ class ServeCase:
             counts["cache_hit_rate"] = counts["cached_tokens"] / max(1.0, counts["prompt_tokens"])
             counts["evicted_blocks"] = float(sharing.evicted)
         return counts
+
+    def _full_steps(self) -> dict[str, float]:
+        """Where the time of decode steps of the largest batch went; nothing without graphs or such steps."""
+        graphs = self.runner.graphs
+        model = None if graphs is None else graphs.full_seconds()
+        steps = [s for prompt, decodes, s in self.recorder.steps if not prompt and decodes == self.config.max_running]
+        if model is None or len(steps) < FULL_STEPS:
+            return {}
+        step = statistics.median(steps[-TIMED_STEPS:])
+        return {"decode_step_s": step, "decode_model_s": model, "beside_model_share": max(0.0, 1.0 - model / step)}
 
     def close(self) -> None:
         """Gives the cache and the graphs back."""

@@ -8,7 +8,9 @@ next bucket: padding rows have no slot to write to and no position to attend to.
 from __future__ import annotations
 
 import gc
+import statistics
 import weakref
+from collections import deque
 from collections.abc import Sequence as Items
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from impls.serving.kernel_attend import KernelAttend
 from impls.serving.paged_cache import Layout
 from impls.serving.pending import fill_pending
+from impls.serving.recorder import TIMED_STEPS
 from impls.serving.request import PENDING
 from impls.serving.scheduler import Chunk
 from impls.serving.to_device import to_device
@@ -50,6 +53,7 @@ class DecodeGraphs:
         self.inputs = torch.zeros(6, self.largest, dtype=torch.int64, device=device)
         self.inputs[[2, 5]] = -1
         self.graphs: dict[int, tuple[Any, Tensor]] = {}
+        self.timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=TIMED_STEPS)
         # One stream to warm up on: the library keeps a workspace for every stream that it has seen.
         self.stream = torch.cuda.Stream(device) if pinned else None
         # What a collection frees in the middle of a capture (another engine's graphs, say) can spoil it.
@@ -114,8 +118,22 @@ class DecodeGraphs:
         self.runner.tables.sync()
         self.inputs.copy_(self.hosts[0], non_blocking=True)
         graph, logits = self.graphs[size]
-        graph.replay()
+        if count == self.largest and self.stream is not None:
+            span = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            span[0].record()
+            graph.replay()
+            span[1].record()
+            self.timed.append(span)
+        else:
+            graph.replay()
         if all(chunk.samples for chunk in chunks):
             return logits[:count]
         picked = [row for row, chunk in enumerate(chunks) if chunk.samples]
         return logits[to_device(torch.tensor(picked), self.runner.device)]
+
+    def full_seconds(self) -> float | None:
+        """The device's time for the model in a step of the largest batch: the median of the last ones; None before."""
+        if not self.timed:
+            return None
+        self.timed[-1][1].synchronize()
+        return float(statistics.median(start.elapsed_time(end) for start, end in self.timed)) / 1e3

@@ -6,6 +6,9 @@ from typing import Any
 
 from impls.serving.request import Request, prompt_length, sent_at
 
+#: Of so many of the last steps that ran the largest batch it is known where their time went.
+TIMED_STEPS = 256
+
 
 class Recorder:
     """Times are seconds from :meth:`begin`, by the engine's clock.

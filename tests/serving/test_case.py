@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from impls.serving.case import drawn
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.pair import Context
+from harness.workload import Workload
+from impls.serving.case import ServeCase, drawn
 from impls.serving.request import Request, Sampling
+from impls.serving.scheduler import EngineConfig
+from suites.serving.continuous_batching import WORKLOADS as CONTINUOUS
 
 
 def requests(count: int, prompt: int, answer: int) -> list[Request]:
@@ -29,3 +39,17 @@ def test_one_that_is_too_long_alone_is_scored_all_the_same() -> None:
     mixed = [*requests(1, 600, 4), *(Request(f"s{i}", [1], Sampling(max_tokens=4)) for i in range(9))]
     chosen = {r.id for r in drawn(mixed, 3, most=45)}
     assert chosen == {f"s{i}" for i in range(9)} or "r0" in chosen
+
+
+def test_where_full_decode_steps_went_is_counted_when_graphs_know_it() -> None:
+    workload = Workload("continuous_batching", "tiny", "smoke", "float32", CONTINUOUS[0])
+    case: Any = ServeCase(workload, Context(torch.device("cpu"), torch.float32, seed=3), EngineConfig(max_running=4))
+    full = 4
+    assert "decode_step_s" not in case.counters()
+    case.runner.graphs = SimpleNamespace(full_seconds=lambda: 0.009)
+    case.recorder.steps = [(0, full, 0.010)] * 12 + [(64, full, 0.5), (0, 1, 0.001)]
+    counts = case.counters()
+    assert (counts["decode_step_s"], counts["decode_model_s"]) == (0.010, 0.009)
+    assert counts["beside_model_share"] == pytest.approx(0.1)
+    case.recorder.steps = [(0, full, 0.010)] * 3
+    assert "beside_model_share" not in case.counters()
