@@ -166,9 +166,9 @@ def _add_metrics(record: dict[str, Any], work: Work | None, facts: Facts, event:
         if name in METRICS:
             metrics[name] = metric(name, value)
     if event.get("timeline") is not None:
-        summary = summarize(
-            event["timeline"], facts.slo, facts.gpu_hour_price, int(record["host"].get("gpu_count") or 1)
-        )
+        # The GPUs that the run held, not those that the host has; a server elsewhere says so itself.
+        gpus = int(event.get("gpus", ranks if on_gpu else 0))
+        summary = summarize(event["timeline"], facts.slo, facts.gpu_hour_price, gpus)
         metrics.update(summary.metrics)
         missing.update(summary.missing)
         record["serve"] = summary.serve

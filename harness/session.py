@@ -26,7 +26,7 @@ from harness.provenance import provenance
 from harness.record import EXIT_CODES, new_run_id
 from harness.report import Reporter
 from harness.runner import Runner, Settings
-from harness.serving.metrics import Slo
+from harness.serving.metrics import Slo, checked_price
 from harness.serving.peer_runner import Peer, PeerRunner
 from harness.serving.sweep import RATE
 from harness.serving.workload_trace import trace_for
@@ -113,8 +113,8 @@ class Session:
             run=run,
             provenance=where,
             found=_device_row(where["host"]),
-            slo=Slo(*options.slo) if any(options.slo) else None,
-            gpu_hour_price=options.gpu_hour_price,
+            slo=Slo(*options.slo) if options.slo != (None, None) else None,
+            gpu_hour_price=checked_price(options.gpu_hour_price),
         )
         result = Result(run=run)
         started = time.monotonic()

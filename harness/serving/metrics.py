@@ -86,11 +86,11 @@ def summarize(
         timeline: what the case's ``timeline()`` gave, or the parsed form.
         slo: without one there is no goodput.
         gpu_hour_price: price of one GPU hour, in the user's own currency; without it there is no cost.
-        gpus: how many GPUs the run held.
+        gpus: how many GPUs the run held; nothing that ran on none has a cost.
 
     Raises:
         TimelineError: the timeline contradicts itself.
-        UsageError: a price or a count of GPUs that is not positive.
+        UsageError: a price that is not positive.
     """
     run = timeline if isinstance(timeline, Timeline) else parse_timeline(timeline)
     metrics: dict[str, dict[str, Any]] = {}
@@ -121,6 +121,17 @@ def summarize(
     serve["running"] = thin(run.running)
     serve["requests"] = _counts(run)
     return Summary(metrics=metrics, missing=missing, serve=serve)
+
+
+def checked_price(price: float | None) -> float | None:
+    """The price of a GPU hour, if one was given.
+
+    Raises:
+        UsageError: it is not a positive number.
+    """
+    if price is not None and not (math.isfinite(price) and price > 0):
+        raise UsageError(f"a GPU hour has a price above zero, got {price!r}")
+    return price
 
 
 _WHY_NONE: Final = {
@@ -190,12 +201,12 @@ def _rates(
         metrics["goodput"] = metric("goodput", sum(map(slo.met_by, run.requests)) / run.span)
     else:
         missing["goodput"] = "the run spans no time"
+    price = checked_price(price)
     if price is None:
         missing["cost_per_mtok"] = "no price of a GPU hour was given"
-        return
-    if not (math.isfinite(price) and price > 0) or gpus < 1:
-        raise UsageError(f"cost: a price per GPU hour above zero and at least one GPU, got {price!r} and {gpus!r}")
-    if tokens:
+    elif gpus < 1:
+        missing["cost_per_mtok"] = "the run held no GPU"
+    elif tokens:
         metrics["cost_per_mtok"] = metric("cost_per_mtok", price * gpus * run.span / 3600.0 / tokens * 1e6)
     else:
         missing["cost_per_mtok"] = "no token was emitted"

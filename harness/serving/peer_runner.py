@@ -113,7 +113,8 @@ class PeerRunner:
             # Less work than our own engine has: a server that ends answers early is not to be compared with it.
             "answers_cut_short": float(cut_short(result)),
         }
-        return {**event, "samples": samples, "timeline": result.timeline, "counters": counters}
+        # What the server holds is not known here: the price that was given is that of all of it.
+        return {**event, "samples": samples, "timeline": result.timeline, "counters": counters, "gpus": 1}
 
 
 def cut_short(result: PeerResult) -> int:

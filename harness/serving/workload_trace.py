@@ -33,7 +33,8 @@ def trace_for(workload: Workload, trace_path: str | None = None) -> Trace:
     """The trace that a workload names, fitted to its limits.
 
     Raises:
-        UsageError: the file is missing or has no usable row, or the workload names a trace file and none was given.
+        UsageError: the file is missing or has no usable row, the workload names a trace file and none was given, or
+            it asks for no request.
     """
     rate = float(workload.request_rate)
     if trace_path is not None:
@@ -48,6 +49,8 @@ def trace_for(workload: Workload, trace_path: str | None = None) -> Trace:
         return load_trace(trace_path, shape)
     if workload.trace != SYNTHETIC:
         raise UsageError(f"workload {workload.name!r} replays {workload.trace}: give the file with --trace PATH")
+    if int(workload.requests) < 1:
+        raise UsageError(f"workload {workload.name!r}: requests must be at least 1, got {workload.requests}")
     return synthetic_trace(
         int(workload.requests),
         rate or math.inf,

@@ -14,7 +14,7 @@ what came before it again. Read p99 ITL and p99 TTFT together.
 Throughput is not promised to move. A step has a price that does not depend on its tokens (the weights are read, the
 host works), and chunks pay it once each: with budgets of some thousand tokens that is little, and nothing is lost while
 requests come slower than they are served. With small budgets and a queue that never empties, the run takes longer by
-the steps that chunks add. A record's counter ``allowed_speedup``, then below 1, says by how much at the measured prices.
+the steps that chunks add; a record's counter ``allowed_speedup``, then below 1, says by how much at measured prices.
 
 Both sides are one engine and the same kernels; only ``chunked_prefill`` differs.
 """

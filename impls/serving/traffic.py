@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from harness.errors import UsageError
 from harness.pair import Context, Work
 from harness.serving.synthetic import prompt_ids
 from harness.serving.trace import Trace
@@ -79,12 +80,21 @@ def requests_trace(workload: Workload, trace_path: str | None = None) -> Trace:
 
 
 def engine_config(workload: Workload, **switches: Any) -> EngineConfig:
-    """The engine of a workload; ``switches`` are what a technique turns."""
-    block = int(workload.block_size)
+    """The engine of a workload; ``switches`` are what a technique turns.
+
+    Raises:
+        UsageError: fewer tokens a step than sequences that decode in it.
+    """
+    block, slots, budget = int(workload.block_size), int(workload.slots), int(workload.step_tokens)
+    if budget < slots:
+        raise UsageError(
+            f"{workload.name}: {slots} requests that run at once take a token each of every step, and a step has "
+            f"{budget}: give --set step_tokens={slots} or more"
+        )
     system, _ = system_prompt(workload)
     return EngineConfig(
-        max_running=int(workload.slots),
-        max_step_tokens=int(workload.step_tokens),
+        max_running=slots,
+        max_step_tokens=budget,
         block_size=block,
         num_blocks=int(workload.cache_tokens) // block,
         context=system + int(workload.max_prompt) + int(workload.max_output),

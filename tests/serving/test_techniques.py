@@ -10,6 +10,7 @@ import torch
 
 from harness.check import judge_scored
 from harness.discover import find, load_pair, workloads_of
+from harness.errors import UsageError
 from harness.pair import Context, Inputs
 from harness.serving.metrics import summarize
 from harness.serving.workload_trace import trace_for
@@ -100,6 +101,22 @@ def test_blocks_waste_less_of_the_cache_and_run_more_at_once():
     waste, running = ([f[key]["value"] for f in figures] for key in ("cache_waste", "running_requests"))
     assert waste[1] < 0.25 < 0.5 < waste[0]
     assert running[1] > 1.3 * running[0]
+
+
+def test_a_workload_that_cannot_be_served_says_why():
+    pair, workload = smoke("continuous_batching", requests=8, cache_tokens=32)
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    with pytest.raises(
+        RuntimeError, match=r"\d of 8 requests were not served: r\d+ refused: .* the cache of 32"
+    ):
+        served(pair, workload, "optimized", ctx, inputs)
+    _, workload = smoke("continuous_batching", slots=65)
+    with pytest.raises(UsageError, match="give --set step_tokens=65 or more"):
+        pair.variant("optimized").fn(workload, ctx)
+    _, workload = smoke("continuous_batching", requests=0)
+    with pytest.raises(UsageError, match="requests must be at least 1"):
+        pair.inputs(workload, ctx)
 
 
 def test_swapping_computes_nothing_again():

@@ -118,6 +118,7 @@ def test_cost_per_million_tokens() -> None:
     summary = summarize(timeline, gpu_hour_price=2.0, gpus=4)
     assert value(summary, "cost_per_mtok") == pytest.approx(2.0 * 4 * 36 / 3600 / 36 * 1e6)
     assert "cost_per_mtok" in summarize(timeline).missing
+    assert summarize(timeline, gpu_hour_price=2.0, gpus=0).missing["cost_per_mtok"] == "the run held no GPU"
     for price in (0.0, -1.0, math.nan):
         with pytest.raises(UsageError, match="price"):
             summarize(timeline, gpu_hour_price=price)
