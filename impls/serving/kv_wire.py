@@ -97,6 +97,7 @@ class Wire:
                 body()
         except BaseException as err:
             self._failure = err
+            self._outbox.put(None)  # the other thread has nothing more to do
             self.wake.set()
 
     def _write(self) -> None:
