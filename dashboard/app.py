@@ -124,6 +124,7 @@ def draw(view: parts.View, module: ModuleType) -> None:
 def follow(source: Source) -> None:
     """Look at the stores' fingerprint now and then, and draw the page anew when there is something new."""
     remote = any("://" in url for url in source.urls())
+    with_page = [True]
 
     def watch() -> None:
         judged = source.judge() if source.history is not None else source.judged
@@ -136,10 +137,13 @@ def follow(source: Source) -> None:
                 if judged.waiting
                 else "Judging the series…"
             )
-        if source.is_new() or (seen is not None and seen != now and judged.whole):
+        # With a whole page, which shows what is new anyway, this comes before the page: to begin anew here would take
+        # from the page what was just clicked.
+        if not with_page and (source.is_new() or (seen is not None and seen != now and judged.whole)):
             st.rerun(scope="app")
 
     st.fragment(watch, run_every=REMOTE_S if remote else LOCAL_S)()
+    with_page.clear()
     st.caption("Reading, and following what is added:")
     # No st.code: it would load the highlighter of every language before a page is drawn.
     lines = zip(source.names(), source.urls(), strict=True)

@@ -34,7 +34,6 @@ const add = (parent, kind, text, style) => {
 };
 const sign = (button, [text, colour], style) => { add(button, "span", text, style).style.color = colour; };
 const draw = (button, cell) => {
-    button.setAttribute("aria-label", cell.words.join("\\n"));
     if (cell.value) {
         button.style.background = cell.colour;
         button.style.color = cell.ink;
@@ -44,8 +43,8 @@ const draw = (button, cell) => {
     if (cell.sign) sign(button, cell.sign, cell.value ? "corner right" : "sign");
     if (cell.stale) sign(button, cell.stale, "corner left");
 };
-export default function ({data, parentElement, setTriggerValue}) {
-    const frame = parentElement.querySelector(".frame"), box = parentElement.querySelector(".box");
+const make = (frame, data) => {
+    const box = frame.querySelector(".box");
     const table = document.createElement("table"), head = add(table, "tr");
     add(head, "th", "", "name");
     for (const name of data.columns) add(head, "th", name).scope = "col";
@@ -58,9 +57,9 @@ export default function ({data, parentElement, setTriggerValue}) {
             const button = add(place, "button");
             button.type = "button";
             draw(button, cell);
-            button.onclick = () => setTriggerValue("picked", cell.at);
+            button.onclick = () => frame.tell("picked", {at: cell.at, when: Date.now()});
             const show = () => {
-                box.textContent = cell.words.join("\\n");
+                box.textContent = button.getAttribute("aria-label");
                 box.style.display = "block";
                 const left = place.offsetLeft, below = place.offsetTop + place.offsetHeight + 2;
                 box.style.left = `${Math.max(0, Math.min(left, frame.clientWidth - box.offsetWidth - 4))}px`;
@@ -71,7 +70,18 @@ export default function ({data, parentElement, setTriggerValue}) {
             button.onpointerleave = button.onblur = () => { box.style.display = "none"; };
         }
     }
-    parentElement.querySelector("table").replaceWith(table);
+    frame.querySelector("table").replaceWith(table);
+};
+export default function ({data, parentElement, setStateValue}) {
+    const frame = parentElement.querySelector(".frame");
+    const looks = JSON.stringify(data, (key, value) => key === "words" ? undefined : value);
+    // Under a pointer that is down, or where the focus is, a cell must stay the same one: a click ends where it began.
+    if (frame.looks !== looks) make(frame, data);
+    Object.assign(frame, {looks, tell: setStateValue});
+    const cells = data.rows.flatMap(row => row.cells).filter(Boolean);
+    frame.querySelectorAll("button").forEach((button, at) => {
+        button.setAttribute("aria-label", cells[at].words.join("\\n"));
+    });
 }
 """
 
@@ -80,9 +90,13 @@ def _nothing() -> None:
     """A pick is read from what the table gives."""
 
 
-def grid(data: Mapping[str, Any], key: str) -> list[str]:
-    """Draw :func:`dashboard.charts.heatmap.coverage`; technique and GPU type of the cell that was just clicked, or
-    nothing. It is declared anew each time: a server that starts later knows nothing of what was declared before."""
+def grid(data: Mapping[str, Any], key: str) -> tuple[list[str], float]:
+    """Draw :func:`dashboard.charts.heatmap.coverage`; technique and GPU type of the cell that was clicked last, or
+    nothing, and when that was, which tells a click from the one before.
+
+    A click is a state that stays, not an event of one run: a run that is cut short by another would lose the event.
+    The table is declared anew each time: a server that starts later knows nothing of what was declared before.
+    """
     table = st.components.v2.component("pairbench_grid", html=HTML, css=CSS, js=JS)
-    picked = table(data=dict(data), key=key, on_picked_change=_nothing).picked
-    return [str(word) for word in picked or []]
+    picked = table(data=dict(data), key=key, on_picked_change=_nothing).get("picked") or {}
+    return [str(word) for word in picked.get("at") or []], float(picked.get("when") or 0.0)

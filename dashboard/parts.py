@@ -75,11 +75,6 @@ def link(view: View, page: str, label: str, **changes: Any) -> None:
     st.page_link(view.pages[page], label=label, icon=ICONS[page], query_params=address.query_for(page, **changes))
 
 
-def go_to(view: View, page: str, **changes: Any) -> None:
-    """Open another page with the shared filters."""
-    st.switch_page(view.pages[page], query_params=address.query_for(page, **changes))
-
-
 def plain(text: Any) -> None:
     """Text of the store, as text."""
     st.text(str(text))
@@ -143,10 +138,18 @@ def figure(fig: Figure, key: str, of: str = "", selects: bool = False) -> Select
 
 
 def newly(key: str, value: Any) -> bool:
-    """Whether a selection is another one than when this was asked last: an old one must not act again."""
+    """Whether a selection is another one than when this was asked last: an old one must not act again. Ask also where
+    nothing is selected: the same may be selected again after that."""
     before = st.session_state.get(f"seen {key}")
     st.session_state[f"seen {key}"] = value
     return value != before and bool(value)
+
+
+def opens(view: View, key: str, value: Any, page: str, **changes: Any) -> None:
+    """Open another page with the shared filters where something is selected that was not when this was asked last."""
+    query = address.query_for(page, **changes)
+    if newly(key, value):
+        st.switch_page(view.pages[page], query_params=query)
 
 
 def table(

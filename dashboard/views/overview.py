@@ -56,15 +56,15 @@ def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) 
     ages = {row["time"]: queries.age_s(row["time"]) for row in rows}
     signs = {look(row["status"]) for row in rows} | ({LOOKS["stale"]} if any(row["stale"] for row in rows) else set())
     st.caption("   ".join(f"{one.sign} {one.title}" for one in LOOKS.values() if one in signs))
-    clicked = grid.grid(heatmap.coverage(rows, metric, ages), "coverage")
+    clicked, when = grid.grid(heatmap.coverage(rows, metric, ages), "coverage")
     if clicked:
-        parts.go_to(view, "technique", technique=clicked[0], gpu=clicked[1])
+        parts.opens(view, "coverage cell", when, "technique", technique=clicked[0], gpu=clicked[1])
     picked = None
     with parts.unfolded("The same as a table", "coverage") as seen:
         if seen:
             picked = parts.table([_row(row) for row in rows], "coverage", select=True)
-    if picked is not None and parts.newly("coverage row", (picked, len(rows))):
-        parts.go_to(view, "technique", technique=rows[picked]["technique"], gpu=rows[picked]["gpu"])
+    cell = (rows[picked]["technique"], rows[picked]["gpu"]) if picked is not None else (None, None)
+    parts.opens(view, "coverage row", cell if picked is not None else None, "technique", technique=cell[0], gpu=cell[1])
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def _verdicts(view: parts.View, family: str | None, gpu: str | None) -> None:
         for v in found[:NEWEST]
     ]
     picked = parts.table(rows, "newest-verdicts", select=True)
-    if picked is not None and parts.newly("verdict row", found[picked].key.text):
-        parts.go_to(view, "regressions", series=found[picked].key.text)
+    word = found[picked].key.text if picked is not None else None
+    parts.opens(view, "verdict row", word, "regressions", series=word)
     parts.link(view, "regressions", "All verdicts")
 
 
@@ -141,8 +141,8 @@ def _gpus(view: parts.View) -> None:
             }
         )
     picked = parts.table(shown, "gpu-types", select=True)
-    if picked is not None and parts.newly("gpu row", rows[picked]["run"]):
-        parts.go_to(view, "runs", run=rows[picked]["run"])
+    run = rows[picked]["run"] if picked is not None else None
+    parts.opens(view, "gpu row", run, "runs", run=run)
     if any(row["nightly_late"] for row in rows):
         st.warning(
             f"A nightly is late: none came in the last {queries.NIGHTLY_S / 3600:.0f} hours. Look at the CI job, or "

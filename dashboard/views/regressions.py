@@ -119,8 +119,9 @@ def _detail(view: parts.View, rows: list[dict[str, Any]], found: list[Verdict]) 
             rows, "regressions", select=True,
             columns={"open": st.column_config.LinkColumn("open", display_text="series"), "series": None},
         )  # fmt: skip
-    if picked is not None and parts.newly("regression row", rows[picked]["series"]):
-        address.put("series", rows[picked]["series"])
+    chosen = rows[picked]["series"] if picked is not None else None
+    if parts.newly("regression row", chosen):
+        address.put("series", chosen)
     word = address.get("series")
     if word is None:
         if rows:

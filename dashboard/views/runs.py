@@ -32,8 +32,9 @@ def render(view: parts.View) -> None:
     if len(rows) == 1000:
         st.caption("The newest 1000 runs are listed.")
     picked = parts.table([_row(row) for row in shown], "runs", select=True)
-    if picked is not None and parts.newly("run row", shown[picked]["run"]):
-        address.put("run", shown[picked]["run"])
+    chosen = shown[picked]["run"] if picked is not None else None
+    if parts.newly("run row", chosen):
+        address.put("run", chosen)
     run = address.get("run") or next((row for row in shown if row["dirty"] is False), shown[0])["run"]
     row = next((candidate for candidate in rows if candidate["run"] == run), None)
     if row is None:

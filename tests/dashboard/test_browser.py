@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from dashboard import grid
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,14 +33,13 @@ PROBE = re.compile(rf"/({'|'.join(PAGES)})/_stcore/(health|host-config)$")
 WAIT_MS = 60_000
 
 
-@pytest.fixture(scope="module")
-def address(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The command's own server over the whole store."""
+@contextlib.contextmanager
+def serving(store: Path, log: Path) -> Iterator[str]:
+    """The address of the command's own server over a store."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "harness", "dashboard", "--store", str(stores["whole"]), "--port", str(port)]
+    command = [sys.executable, "-m", "harness", "dashboard", "--store", str(store), "--port", str(port)]
     with log.open("w") as out:
         server = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=dict(os.environ))
     try:
@@ -57,6 +59,13 @@ def address(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             server.wait(20)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+@pytest.fixture(scope="module")
+def address(stores: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server over the whole store."""
+    with serving(stores["whole"], tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
 
 
 class Watched:
@@ -164,6 +173,59 @@ def _click_cell(watched: Watched, technique: str) -> None:
     cell.click()
 
 
+def test_a_cell_stays_the_same_one_while_what_it_says_of_ages_changes(watched: Watched) -> None:
+    page = watched.page
+    page.set_content(f"<div id='parent'>{grid.HTML}</div>")
+    page.evaluate("async text => { window.part = await import('data:text/javascript,' + encodeURIComponent(text)); }",
+                  grid.JS)  # fmt: skip
+    draw = """([ago, sign]) => {
+        const cell = {at: ["t", "g"], words: ["t on g", ago], sign};
+        part.default({data: {columns: ["g"], rows: [{name: "t", cells: [null, cell]}]},
+                      parentElement: document.getElementById("parent"),
+                      setStateValue: (name, value) => { window.said = [name, value.at, value.when > 0]; }});
+    }"""
+    page.evaluate(draw, ["1 minute ago", ["●", "green"]])
+    button = page.get_by_role("button")
+    button.hover()
+    page.mouse.down()
+    page.evaluate(draw, ["2 minutes ago", ["●", "green"]])
+    page.mouse.up()
+    assert page.evaluate("window.said") == ["picked", ["t", "g"], True]
+    assert button.get_attribute("aria-label") == "t on g\n2 minutes ago"
+    page.evaluate(draw, ["2 minutes ago", ["✖", "red"]])
+    assert page.get_by_role("button").inner_text() == "✖"
+
+
+def test_a_cell_opens_its_technique_each_time_that_it_is_clicked(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(f"{address}/?gpu=h200")
+    for _ in range(2):
+        watched.settle("Overview")
+        page.wait_for_timeout(1000)
+        assert page.get_by_role("heading", name="Overview", level=1).is_visible(), "an old click acts again"
+        _click_cell(watched, "add_rms_norm")
+        watched.settle("Technique")
+        assert query_of(page.url) == {"technique": ["add_rms_norm"], "gpu": ["h200"]}
+        page.go_back()
+    assert watched.faults == []
+
+
+def test_the_same_row_opens_its_page_again(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(f"{address}/?gpu=h200")
+    watched.settle("Overview")
+    for _ in range(2):
+        page.get_by_test_id("stDataFrame").first.scroll_into_view_if_needed(timeout=WAIT_MS)
+        page.wait_for_timeout(4000)  # until the verdicts are in, after which the page draws itself once more
+        _select_row(watched, 0)
+        watched.settle("Regressions")
+        page.go_back()
+        watched.settle("Overview")
+        page.wait_for_timeout(1000)
+        assert page.get_by_role("heading", name="Overview", level=1).is_visible(), "an old selection acts again"
+    assert watched.faults == []
+
+
 def _select_row(watched: Watched, number: int) -> None:
     """Tick a row of the first table; it is a canvas, so by its place."""
     box = watched.page.get_by_test_id("stDataFrame").first.bounding_box()
@@ -229,6 +291,19 @@ def _click_point(watched: Watched, number: int) -> None:
     watched.page.mouse.click(*place)
 
 
+def test_new_records_appear_in_a_page_that_nobody_touches(watched: Watched, maker: Any, tmp_path: Path) -> None:
+    maker.run(0, "h200", everything=False)
+    with serving(maker.root, tmp_path / "log") as address:
+        watched.page.goto(address)
+        watched.settle("Overview")
+        heads = watched.page.get_by_role("columnheader")
+        heads.filter(has_text="h200").wait_for(timeout=WAIT_MS)
+        assert heads.filter(has_text="l40s").count() == 0
+        maker.run(1, "l40s", everything=False)
+        heads.filter(has_text="l40s").wait_for(timeout=WAIT_MS)
+    assert watched.faults == []
+
+
 def test_help_and_glossary_are_a_key_press_away(watched: Watched, address: str) -> None:
     page = watched.page
     page.goto(f"{address}/serving")
@@ -252,7 +327,8 @@ def test_a_filter_that_is_moved_stands_in_the_address_and_follows(watched: Watch
     page.get_by_test_id("stSelectbox").first.get_by_role("combobox").click()
     page.get_by_role("option", name="l40s").click()
     page.wait_for_url("**/runs?gpu=l40s", timeout=WAIT_MS)
-    page.get_by_test_id("stSidebar").get_by_role("link", name="Technique").click()
+    link = page.get_by_test_id("stSidebar").get_by_role("link", name="Technique")
+    link.and_(page.locator("[href*='gpu=l40s']")).click(timeout=WAIT_MS)
     watched.settle("Technique")
     assert query_of(page.url)["gpu"] == ["l40s"]
     assert watched.faults == []
