@@ -173,7 +173,7 @@ def test_an_existing_environment_stores_a_commit_only_when_the_tree_is_that_comm
     assert "the tree differs from" in refused
     technique.write_text(clean)
     other = made.asv("run", "-E", "existing", "--set-commit-hash", "HEAD~1", fine=False, **place)
-    assert "check that commit out first" in other
+    assert "check that commit out there" in other
     assert contents(made) == before
 
     made.asv("run", "-E", "existing", "--set-commit-hash", "HEAD", **place)
