@@ -12,7 +12,7 @@ gives each request to the engine with the fewest tokens so far (answers counted,
 ``optimized`` has ``prefill_ranks`` of the R for prompts. Figures are over all ranks together.
 
     gap between tokens       side by side  t(T) in every step with a chunk, T the budget      apart  t(D) always
-    first to second token    side by side  one step      apart  wait for room + transfer + one step
+    first to second token    side by side  one step      apart  wait for room + transfer + up to two steps
     transfer, P tokens       apart  2·L·K·E·e·B·⌈P / B⌉ bytes over the link: L layers, K key-value heads of E numbers of
                                     e bytes, whole blocks of B tokens
     cache for answers        side by side  R ranks'      apart  the decode ranks' alone
@@ -30,7 +30,7 @@ step and 1 / n a token, n tokens being what a step runs in the time that reading
 role decides, as if neither had to wait for the other. So it is the most that can be gained, by the wider batches of a
 decode rank; it is below 1 where the ranks are divided badly. What the technique is for is to be read in ``itl_p99``,
 ``tpot_p99`` and goodput under the SLO that one has. Counters: ``transferred_bytes`` as counted and by the formula,
-``transfer_wait`` (first token to admission), ``transfer`` (room granted to blocks arrived), ``second_token``,
+``transfer_wait`` (first token to admission), ``transfer`` (what of it the blocks took), ``second_token``,
 ``busy_share_rank`` and tokens a second over all ranks and over the decode ranks alone, which flatters.
 """
 

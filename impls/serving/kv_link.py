@@ -1,25 +1,27 @@
 """The link between a prefill and a decode worker: what they tell each other, and how blocks travel.
 
     prefill side                          decode side
-    offer(number, token, blocks)   →      Offered: a prompt is computed, its blocks wait
+    offer(number, blocks)          →      Offered: the last part of a prompt is about to run, its blocks will wait
                                    ←      grant(number, blocks): there is room in these
-    (the blocks travel)            →      Arrived
+    ready(number, token)
+    (the blocks travel)            →      Arrived, with the prompt's first token
     poll: the blocks were read
     withdraw(number)               →      Withdrawn: nobody wants it any more
 
 The decode side pulls: nothing is sent before it has room, so a decode side that is slow makes the prefill side wait and
 never overflows (Zhong et al., OSDI 2024, "DistServe", section 4.3; vLLM's NIXL connector reads the blocks in the same
-way). Requests are told by their number in the trace, which both sides were given, as a router in front of them would.
-Messages of one direction stay in order, blocks among them: what is withdrawn after its blocks have left is told behind
-them.
+way). It is asked before the prompt's last step, so that its answer comes while that runs. Requests are told by their
+number in the trace, which both sides were given, as a router in front of them would. Messages of one direction stay in
+order, blocks among them: what is withdrawn after its blocks have left is told behind them.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -30,18 +32,22 @@ from impls.model.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A prompt is computed; ``token`` is its first one, ``at`` the time by the sender's clock (s)."""
+    """A prompt will be computed after its next step."""
 
     number: int
-    token: int
-    at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """All blocks of a request are in the place that was granted, after ``seconds`` from its grant on."""
+    """All blocks of a request are in the place that was granted.
+
+    token: the prompt's first one. ready: when it was there, on the prefill side (s). seconds: how long the blocks took
+    from then on, or from the grant if that came later.
+    """
 
     number: int
+    token: int
+    ready: float
     seconds: float
 
 
@@ -63,8 +69,11 @@ Event = Offered | Arrived | Withdrawn | Closed
 class Sender(Protocol):
     """The prefill side's end of a link to one decode worker."""
 
-    def offer(self, number: int, token: int, blocks: Items[int]) -> None:
-        """The request's prompt lies in these blocks, which stay as they are until ``poll`` names the request."""
+    def offer(self, number: int, blocks: Items[int]) -> None:
+        """The request's prompt will lie in these blocks."""
+
+    def ready(self, number: int, token: int) -> None:
+        """It does, and has its first token; the blocks stay as they are until ``poll`` names the request."""
 
     def withdraw(self, number: int) -> bool:
         """True when nothing has left yet, and the blocks are free at once; else ``poll`` names them as ever."""
@@ -157,12 +166,14 @@ class MemoryLink:
         self,
         move: Callable[[Items[int], Items[int]], int],
         lag: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._move, self._lag, self._clock = move, lag, clock
         self._forth: deque[_Letter] = deque()
         self._grants: deque[_Letter] = deque()
         self._offered: dict[int, list[int]] = {}
+        self._ready: dict[int, Arrived] = {}
+        self._granted: set[int] = set()
         self._leaving: dict[int, list[int]] = {}
         self._targets: dict[int, tuple[list[int], float]] = {}
         self._read: list[int] = []
@@ -174,31 +185,44 @@ class MemoryLink:
         """Sends an event to the decode side."""
         self._forth.append(_Letter(self._lag(), event))
 
-    def offer(self, number: int, token: int, blocks: Items[int]) -> None:
+    def offer(self, number: int, blocks: Items[int]) -> None:
         """See :class:`Sender`."""
         self._offered[number] = list(blocks)
-        self.tell(Offered(number, token, self._clock()))
+        self.tell(Offered(number))
+
+    def ready(self, number: int, token: int) -> None:
+        """See :class:`Sender`."""
+        self._ready[number] = Arrived(number, token, self._clock(), 0.0)
+        self._leave(number)
 
     def withdraw(self, number: int) -> bool:
         """See :class:`Sender`."""
         self.tell(Withdrawn(number))
+        self._ready.pop(number, None)
+        self._granted.discard(number)
         return self._offered.pop(number, None) is not None
 
     def look_back(self) -> list[int]:
-        """The prefill side looks: what was granted leaves, and whose blocks were read is told."""
+        """The prefill side looks: what is ready and was granted leaves, and whose blocks were read is told."""
         while self._grants and self._grants[0].due():
             event = self._grants.popleft().event
-            assert isinstance(event, Arrived)
+            assert isinstance(event, Offered)
             if event.number in self._offered:
-                self._leaving[event.number] = self._offered.pop(event.number)
-                self.tell(event)
+                self._granted.add(event.number)
+                self._leave(event.number)
         read, self._read = self._read, []
         return read
+
+    def _leave(self, number: int) -> None:
+        if number in self._granted and number in self._ready:
+            self._granted.remove(number)
+            self._leaving[number] = self._offered.pop(number)
+            self.tell(self._ready.pop(number))
 
     def grant(self, number: int, blocks: Items[int]) -> None:
         """See :class:`Receiver`."""
         self._targets[number] = (list(blocks), self._clock())
-        self._grants.append(_Letter(self._lag(), Arrived(number, 0.0)))
+        self._grants.append(_Letter(self._lag(), Offered(number)))
 
     def look_forth(self) -> list[Event]:
         """The decode side looks: blocks are read at the last moment, when they are seen to have arrived."""
@@ -206,10 +230,10 @@ class MemoryLink:
         while self._forth and self._forth[0].due():
             event = self._forth.popleft().event
             if isinstance(event, Arrived):
-                targets, since = self._targets.pop(event.number)
+                targets, granted = self._targets.pop(event.number)
                 self.bytes += self._move(self._leaving.pop(event.number), targets)
                 self._read.append(event.number)
-                event = Arrived(event.number, self._clock() - since)
+                event = replace(event, seconds=self._clock() - max(granted, event.ready))
             elif isinstance(event, Withdrawn):
                 self._targets.pop(event.number, None)
             seen.append(event)
@@ -219,7 +243,7 @@ class MemoryLink:
 class _MemorySender:
     def __init__(self, link: MemoryLink) -> None:
         self._link = link
-        self.offer, self.withdraw, self.poll = link.offer, link.withdraw, link.look_back
+        self.offer, self.ready, self.withdraw, self.poll = link.offer, link.ready, link.withdraw, link.look_back
 
     def finish(self) -> None:
         self._link.tell(Closed())

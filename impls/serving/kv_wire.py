@@ -1,7 +1,7 @@
 """A link between ranks: messages and blocks over a process group of the two.
 
 Each end has two threads, one that writes what it is given to write and one that reads: the engine's own thread never
-waits for a peer. A message is four whole numbers in host memory (over gloo); blocks follow theirs in pieces through two
+waits for a peer. A message is five whole numbers in host memory (over gloo); blocks follow theirs in pieces through two
 buffers, the next one gathered while the last is on its way (over NCCL where the caches are on GPUs, on a stream of
 their own, so that no step waits for them either).
 """
@@ -26,9 +26,10 @@ from impls.serving.to_device import to_device
 
 #: Bytes of a buffer; there are two at each end. A layer of the longest prompt fits in any case.
 BUFFER = 32 << 20
-#: Kinds of a message; its other numbers are the request, a token or a count of blocks, and a time (ns).
+#: Kinds of a message. Its other numbers are the request's, and of blocks the first token, when that was there (ns),
+#: and how many they are.
 OFFER, WITHDRAW, BLOCKS, GRANT, CLOSE = range(5)
-NUMBERS = 4
+NUMBERS = 5
 
 
 class Wire:
@@ -84,7 +85,7 @@ class Wire:
 
     def finish(self) -> None:
         """Says that nothing more comes from this side in this run."""
-        self._outbox.put((CLOSE, 0, 0, 0))
+        self._outbox.put((CLOSE, 0, 0, 0, 0))
         self._outbox.put(None)
 
     # -- in the threads ------------------------------------------------------------------------------------------------
@@ -110,13 +111,13 @@ class Wire:
         message = torch.empty(NUMBERS, dtype=torch.int64)
         while True:
             dist.recv(message, self.peer, group=self.group)
-            kind, number, value, at = message.tolist()
-            self._hear(kind, number, value, at)
+            kind, number, *more = message.tolist()
+            self._hear(kind, number, *more)
             self.wake.set()
             if kind == CLOSE:
                 return
 
-    def _hear(self, kind: int, number: int, value: int, at: int) -> None:
+    def _hear(self, kind: int, number: int, token: int, ready: int, count: int) -> None:
         raise NotImplementedError
 
     def _send(self, number: int) -> None:
@@ -152,33 +153,49 @@ class WireSender(Wire):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offered: dict[int, list[int]] = {}
+        self._ready: dict[int, tuple[int, int]] = {}
+        self._granted: set[int] = set()
         self._leaving: dict[int, list[int]] = {}
         self._lock = threading.Lock()
 
-    def offer(self, number: int, token: int, blocks: Items[int]) -> None:
-        """The token has come back from the device, so its prompt's keys and values are written."""
+    def offer(self, number: int, blocks: Items[int]) -> None:
+        """Asks for room."""
         with self._lock:
             self._offered[number] = list(blocks)
-        self._outbox.put((OFFER, number, token, time.perf_counter_ns()))
+        self._outbox.put((OFFER, number, 0, 0, 0))
+
+    def ready(self, number: int, token: int) -> None:
+        """The token has come back from the device, so its prompt's keys and values are written."""
+        with self._lock:
+            self._ready[number] = (token, time.perf_counter_ns())
+            self._leave(number)
 
     def withdraw(self, number: int) -> bool:
         """Told behind the blocks where those are leaving."""
         with self._lock:
             held = self._offered.pop(number, None)
-            self._outbox.put((WITHDRAW, number, 0, 0))
+            self._ready.pop(number, None)
+            self._granted.discard(number)
+            self._outbox.put((WITHDRAW, number, 0, 0, 0))
         return held is not None
 
     def poll(self) -> list[int]:
         """Requests whose blocks have been read."""
         return self._look()
 
-    def _hear(self, kind: int, number: int, value: int, at: int) -> None:
+    def _hear(self, kind: int, number: int, token: int, ready: int, count: int) -> None:
         if kind == GRANT:
             with self._lock:
-                blocks = self._offered.pop(number, None)
-                if blocks is not None:
-                    self._leaving[number] = blocks
-                    self._outbox.put((BLOCKS, number, len(blocks), 0))
+                if number in self._offered:
+                    self._granted.add(number)
+                    self._leave(number)
+
+    def _leave(self, number: int) -> None:
+        """Sets blocks on their way that are ready and have room; the caller holds the lock."""
+        if number in self._granted and number in self._ready:
+            self._granted.remove(number)
+            blocks = self._leaving[number] = self._offered.pop(number)
+            self._outbox.put((BLOCKS, number, *self._ready.pop(number), len(blocks)))
 
     def _send(self, number: int) -> None:
         blocks = self._leaving.pop(number)
@@ -216,20 +233,23 @@ class WireReceiver(Wire):
             launched = torch.cuda.Event()
             launched.record()
         self._targets[number] = (list(blocks), time.perf_counter(), launched)
-        self._outbox.put((GRANT, number, 0, 0))
+        self._outbox.put((GRANT, number, 0, 0, 0))
 
-    def _hear(self, kind: int, number: int, value: int, at: int) -> None:
+    def _hear(self, kind: int, number: int, token: int, ready: int, count: int) -> None:
         if kind == OFFER:
-            self._inbox.append(Offered(number, value, at * 1e-9))
+            self._inbox.append(Offered(number))
         elif kind == BLOCKS:
-            self._inbox.append(self._receive(number, value))
+            granted = self._receive(number, count)
+            since = ready * 1e-9
+            self._inbox.append(Arrived(number, token, since, time.perf_counter() - max(since, granted)))
         elif kind == WITHDRAW:
             self._targets.pop(number, None)
             self._inbox.append(Withdrawn(number))
         elif kind == CLOSE:
             self._inbox.append(Closed())
 
-    def _receive(self, number: int, count: int) -> Arrived:
+    def _receive(self, number: int, count: int) -> float:
+        """Takes the blocks in; when room was granted for them (s)."""
         began = time.perf_counter()
         blocks, granted, launched = self._targets.pop(number)
         if count != len(blocks):
@@ -248,9 +268,8 @@ class WireReceiver(Wire):
                 self.bytes += piece.nbytes
             if coming is not None:
                 self._put(*coming, index)
-        now = time.perf_counter()
-        self.seconds += now - began
-        return Arrived(number, now - granted)
+        self.seconds += time.perf_counter() - began
+        return granted
 
     def _put(self, works: list[Any], piece: Tensor, layers: tuple[int, int], index: Tensor) -> None:
         _wait(works)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from impls.serving.engine import Engine, Flight, Output, Runner
-from impls.serving.request import Limits, Request, Sequence, State
+from impls.serving.request import PENDING, Limits, Request, Sequence, State
 from impls.serving.scheduler import Chunk, EngineConfig, Scheduler, Step
 
 
@@ -116,16 +116,18 @@ class RoleEngine(Engine):
 
 
 class PrefillEngine(RoleEngine):
-    """Runs prompts. Whoever got a first token that does not complete the answer is in ``ready`` and keeps its blocks
-    until :meth:`drop`.
+    """Runs prompts. Who does not end with the first token keeps its blocks until :meth:`drop`.
 
     decode_cache_tokens: what the decode side's cache holds; requests that it could not finish are refused here.
+    nearly: called before the step that draws a sequence's first token, where that is not the last one by its length.
+    ready: those who got a first token and go on, since the last :meth:`take_ready`.
     """
 
     scheduler_class = PrefillScheduler
 
     def __init__(self, runner: Runner, config: EngineConfig, *, decode_cache_tokens: int, **more: Any) -> None:
         self.decode_cache_tokens = decode_cache_tokens
+        self.nearly: Callable[[Sequence], object] = id
         super().__init__(runner, config, **more)
 
     def reset(self) -> None:
@@ -140,11 +142,14 @@ class PrefillEngine(RoleEngine):
         )
 
     def take_ready(self) -> list[Sequence]:
-        """Those that became ready since the last call."""
+        """Those who became ready since the last call."""
         ready, self.ready = self.ready, []
         return ready
 
     def _launch(self, step: Step) -> Flight:
+        for chunk in step.chunks:
+            if chunk.samples and chunk.sequence.limit > chunk.sequence.prompt_len + 1:
+                self.nearly(chunk.sequence)
         flight = super()._launch(step)
         for chunk in step.chunks:
             if chunk.sequence.id in self.roles.held:
@@ -161,8 +166,8 @@ class PrefillEngine(RoleEngine):
 class DecodeEngine(RoleEngine):
     """Decodes sequences whose prompts were run elsewhere. Runs a prompt itself only after a preemption."""
 
-    def reserve(self, request: Request, token: int) -> Sequence | None:
-        """A sequence with its first token and with blocks for its prompt and that token, held until :meth:`admit`.
+    def reserve(self, request: Request) -> Sequence | None:
+        """A sequence with blocks for its prompt and its first token, held until :meth:`admit`.
 
         None while slots or blocks are lacking, or somebody who was preempted waits for them.
         """
@@ -171,7 +176,7 @@ class DecodeEngine(RoleEngine):
         if scheduler.waiting or scheduler.swapped or under_way >= self.config.max_running:
             return None
         sequence = Sequence(request)
-        sequence.tokens.append(token)
+        sequence.tokens.append(PENDING)
         if not scheduler.blocks.can_admit(sequence, spare=1 if under_way else 0):
             return None
         scheduler.blocks.extend(sequence, len(sequence.tokens))
@@ -185,8 +190,9 @@ class DecodeEngine(RoleEngine):
         """The blocks that its prompt's keys and values belong in."""
         return sequence.blocks[: self.scheduler.blocks.blocks_for(sequence.prompt_len)]
 
-    def admit(self, sequence: Sequence) -> None:
-        """Its prompt's keys and values are here: it decodes from the next step on."""
+    def admit(self, sequence: Sequence, token: int) -> None:
+        """Its first token and its prompt's keys and values are here: it decodes from the next step on."""
+        sequence.tokens[-1] = token
         sequence.computed = sequence.prompt_len
         self.roles.start(sequence)
 

@@ -22,6 +22,7 @@ class PrefillWorker:
 
     def __init__(self, engine: PrefillEngine, senders: Items[Sender]) -> None:
         self.engine, self.senders = engine, senders
+        engine.nearly = self._offer
         self.begin({})
 
     def begin(self, requests: dict[int, Request], routes: Mapping[int, int] | None = None) -> None:
@@ -66,7 +67,11 @@ class PrefillWorker:
                 self.moved = True
         outputs = engine.step() if engine.busy else []
         for sequence in engine.take_ready():
-            self._offer(sequence)
+            number = self.numbers[sequence.id]
+            self._sender(number).ready(number, sequence.tokens[-1])
+        for output in outputs:
+            if output.finished is not None:
+                self._take_back(self.numbers[output.id])
         if not self.coming and engine.idle and not self._finished:
             for sender in self.senders:
                 sender.finish()
@@ -94,7 +99,14 @@ class PrefillWorker:
         self.offered[number] = sequence
         self.handed_over.add(number)
         blocks = self.engine.scheduler.blocks.blocks_for(sequence.prompt_len)
-        self._sender(number).offer(number, sequence.tokens[-1], sequence.blocks[:blocks])
+        self._sender(number).offer(number, sequence.blocks[:blocks])
+
+    def _take_back(self, number: int) -> None:
+        """A request is over; if it was on offer, its first token turned out to be its last."""
+        if number in self.offered:
+            del self.offered[number]
+            self.handed_over.remove(number)
+            self._sender(number).withdraw(number)
 
     def _sender(self, number: int) -> Sender:
         return self.senders[self.routes.get(number, 0)]
@@ -102,8 +114,8 @@ class PrefillWorker:
 
 @dataclass(slots=True)
 class Waits:
-    """Seconds of each request from its first token to its first decode step's queue: in all, and what of it was the
-    transfer, from the grant of room to the last block."""
+    """Seconds of each request from its first token to its admission on the decode side: in all, and what of it the
+    blocks took once both sides were ready."""
 
     whole: list[float] = field(default_factory=list)
     transfer: list[float] = field(default_factory=list)
@@ -121,7 +133,7 @@ class DecodeWorker:
         self.engine.reset()
         self.requests = requests
         self.offers: deque[tuple[Receiver, Offered]] = deque()
-        self.arriving: dict[int, tuple[Sequence, float]] = {}
+        self.arriving: dict[int, Sequence] = {}
         self.waits = Waits()
         self.moved = False
         self._open = len(self.receivers)
@@ -161,17 +173,16 @@ class DecodeWorker:
         return outputs
 
     def _grant(self, receiver: Receiver, offer: Offered) -> bool:
-        sequence = self.engine.reserve(self.requests[offer.number], offer.token)
+        sequence = self.engine.reserve(self.requests[offer.number])
         if sequence is None:
             return False
-        self.arriving[offer.number] = (sequence, offer.at)
+        self.arriving[offer.number] = sequence
         receiver.grant(offer.number, self.engine.targets(sequence))
         return True
 
     def _admit(self, event: Arrived) -> None:
-        sequence, offered = self.arriving.pop(event.number)
-        self.engine.admit(sequence)
-        self.waits.whole.append(self.engine.clock() - offered)
+        self.engine.admit(self.arriving.pop(event.number), event.token)
+        self.waits.whole.append(self.engine.clock() - event.ready)
         self.waits.transfer.append(event.seconds)
 
     def _drop(self, number: int) -> None:
@@ -181,7 +192,7 @@ class DecodeWorker:
                 self.offers.remove(entry)
                 return
         if number in self.arriving:
-            self.engine.drop(self.arriving.pop(number)[0])
+            self.engine.drop(self.arriving.pop(number))
         else:
             self.engine.cancel(self.requests[number].id)
 
