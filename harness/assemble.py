@@ -21,6 +21,7 @@ from harness.pair import Work
 from harness.plan import Item
 from harness.record import METHOD, SCHEMA, metric, utc_now
 from harness.serving.metrics import Slo, summarize
+from harness.serving.timeline import TimelineError
 from harness.workload import Workload
 
 #: Above this relative half width a median is a guess: the record says so instead of giving it.
@@ -168,7 +169,11 @@ def _add_metrics(record: dict[str, Any], work: Work | None, facts: Facts, event:
     if event.get("timeline") is not None:
         # The GPUs that the run held, not those that the host has; a server elsewhere says so itself.
         gpus = int(event.get("gpus", ranks if on_gpu else 0))
-        summary = summarize(event["timeline"], facts.slo, facts.gpu_hour_price, gpus)
+        try:
+            summary = summarize(event["timeline"], facts.slo, facts.gpu_hour_price, gpus)
+        except TimelineError as err:
+            record.update(status="implausible", reason=str(err), metrics={}, missing={})
+            return
         metrics.update(summary.metrics)
         missing.update(summary.missing)
         record["serve"] = summary.serve

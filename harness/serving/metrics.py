@@ -53,8 +53,8 @@ class Slo:
         return any(bound is not None for bound in (self.ttft, self.tpot, self.e2e))
 
     def met_by(self, request: RequestEvents) -> bool:
-        """Whether the request finished within every stated bound; one token has no TPOT to miss."""
-        if request.status != FINISHED:
+        """Whether the request finished within every stated bound; one token has no TPOT to miss, none is no answer."""
+        if request.status != FINISHED or not request.token_times:
             return False
         seen = ((self.ttft, request.ttft), (self.tpot, request.tpot), (self.e2e, request.e2e))
         return all(bound is None or value is None or value <= bound for bound, value in seen)

@@ -117,7 +117,9 @@ def parse_timeline(raw: Mapping[str, Any]) -> Timeline:
 
     Raises:
         TimelineError: a request that appears twice, an unknown status, a time that is not finite or runs backwards,
-            a token before its arrival, or token times that disagree with ``output_tokens`` or ``first_token``.
+            a token before its arrival, token times that disagree with ``output_tokens`` or ``first_token``, tokens of
+            a request that was refused, more prompt tokens found in the cache than there are, more slots held than
+            reserved, or a share of the cache beyond all of it.
     """
     events = [_parse_request(key, body) for key, body in _entries(raw.get("requests"))]
     seen: set[str] = set()
@@ -131,14 +133,16 @@ def parse_timeline(raw: Mapping[str, Any]) -> Timeline:
     end = _time(raw.get("end", last), "end of the run")
     if end < last or start > first:
         raise TimelineError(f"timeline: events from {first} to {last} s lie outside the run's span {start} to {end} s")
-    slots = raw.get("slots")
+    slots = None if raw.get("slots") is None else (int(raw["slots"]["reserved"]), int(raw["slots"]["held"]))
+    if slots is not None and not 0 <= slots[1] <= slots[0]:
+        raise TimelineError(f"timeline: of {slots[0]} cache slots reserved {slots[1]} held a token")
     return Timeline(
         requests=tuple(events),
         start=start,
         end=end,
-        cache_use=_curve(raw.get("cache_use", ()), "cache_use"),
+        cache_use=_curve(raw.get("cache_use", ()), "cache_use", most=1.0),
         running=_curve(raw.get("running", ()), "running"),
-        slots=None if slots is None else (int(slots["reserved"]), int(slots["held"])),
+        slots=slots,
     )
 
 
@@ -167,16 +171,23 @@ def _parse_request(key: str, body: Mapping[str, Any]) -> RequestEvents:
         )
     if times and body.get("first_token", times[0]) != times[0]:
         raise TimelineError(f"timeline: {what} gives a first_token that is not the first of its token times")
+    if times and status == REFUSED:
+        raise TimelineError(f"timeline: {what} was refused and got {len(times)} tokens")
+    prompt, cached, preemptions = (int(body.get(key, 0)) for key in ("prompt_tokens", "cached_tokens", "preemptions"))
+    if not 0 <= cached <= prompt or preemptions < 0:
+        raise TimelineError(
+            f"timeline: {what} has {prompt} prompt tokens, {cached} of them cached, and {preemptions} preemptions"
+        )
     return RequestEvents(
         id=key,
         arrival=arrival,
         status=status,
         token_times=times,
         finish=finish,
-        prompt_tokens=int(body.get("prompt_tokens", 0)),
+        prompt_tokens=prompt,
         reason=str(body.get("reason", "")),
-        cached_tokens=int(body.get("cached_tokens", 0)),
-        preemptions=int(body.get("preemptions", 0)),
+        cached_tokens=cached,
+        preemptions=preemptions,
     )
 
 
@@ -186,8 +197,11 @@ def _time(value: Any, what: str) -> float:
     return float(value)
 
 
-def _curve(points: Any, what: str) -> tuple[tuple[float, float], ...]:
+def _curve(points: Any, what: str, most: float = math.inf) -> tuple[tuple[float, float], ...]:
     out = tuple((_time(t, f"time in {what}"), _time(v, f"value in {what}")) for t, v in points)
+    beyond = next((v for _, v in out if not 0.0 <= v <= most), None)
+    if beyond is not None:
+        raise TimelineError(f"timeline: {what} says {beyond}, which lies outside 0 to {most:g}")
     if any(b[0] < a[0] for a, b in pairwise(out)):
         raise TimelineError(f"timeline: {what} runs backwards")
     return out

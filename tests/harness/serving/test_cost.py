@@ -58,6 +58,12 @@ def test_a_run_on_a_cpu_has_no_gpu_to_pay() -> None:
     assert record["missing"]["cost_per_mtok"] == "the run held no GPU"
 
 
+def test_a_timeline_that_cannot_be_costs_its_record_and_no_other() -> None:
+    record = recorded("cuda", 1, timeline={**TIMELINE, "slots": {"reserved": 1, "held": 2}})
+    assert (record["status"], record["metrics"]) == ("implausible", {})
+    assert record["reason"] == "timeline: of 1 cache slots reserved 2 held a token"
+
+
 @pytest.mark.parametrize("bad", [{"gpu_hour_price": 0.0}, {"slo": (0.0, None)}, {"slo": (None, 0.0)}], ids=str)
 def test_a_price_or_a_bound_of_nothing_is_told_before_anything_is_measured(bad: dict[str, Any]) -> None:
     chosen = Request(names=("paged_kv",), tier="smoke")

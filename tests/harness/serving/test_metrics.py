@@ -83,6 +83,7 @@ def test_goodput_counts_requests_that_met_every_bound() -> None:
         "slow_tokens": request(0.0, 0.5, 1.5),
         "cancelled": request(0.0, 0.5, 0.6, status="cancelled"),
         "refused": request(0.0, status="refused", reason="empty prompt"),
+        "said nothing": request(0.0, status="finished"),
     }
     summary = summarize({"requests": requests, "end": 10.0}, slo=Slo(ttft=1.0, tpot=0.2))
     assert value(summary, "goodput") == pytest.approx(1 / 10.0)
@@ -178,6 +179,10 @@ def test_the_mean_of_a_step_curve_weighs_by_time() -> None:
         (request(0.0, 1.0, status="lost"), "status 'lost'"),
         (request(0.0, math.nan), "finite"),
         (request(math.inf), "finite"),
+        (request(0.0, 1.0, status="refused"), "was refused and got 1 tokens"),
+        (request(0.0, 1.0, prompt_tokens=5, cached_tokens=6), "5 prompt tokens, 6 of them cached"),
+        (request(0.0, 1.0, prompt_tokens=-5, cached_tokens=-6), "-5 prompt tokens"),
+        (request(0.0, 1.0, preemptions=-1), "-1 preemptions"),
     ],
 )
 def test_a_timeline_that_contradicts_itself_is_refused_by_name(body: dict[str, Any], match: str) -> None:
@@ -194,6 +199,21 @@ def test_a_request_answered_twice_is_refused() -> None:
 def test_events_outside_the_span_are_refused() -> None:
     with pytest.raises(TimelineError, match="outside"):
         parse_timeline({"requests": {"a": request(0.0, 5.0)}, "end": 4.0})
+
+
+@pytest.mark.parametrize(
+    ("more", "match"),
+    [
+        ({"slots": {"reserved": 8, "held": 9}}, "of 8 cache slots reserved 9 held"),
+        ({"slots": {"reserved": -1, "held": -2}}, "of -1 cache slots"),
+        ({"cache_use": [[0.0, 0.5], [1.0, 1.01]]}, "cache_use says 1.01"),
+        ({"running": [[0.0, -1]]}, "running says -1"),
+    ],
+    ids=["waste below nothing", "no such slots", "more than the cache", "fewer than none"],
+)
+def test_what_a_cache_cannot_hold_is_refused(more: dict[str, Any], match: str) -> None:
+    with pytest.raises(TimelineError, match=match):
+        parse_timeline({"requests": {"a": request(0.0, 1.0)}, **more})
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
