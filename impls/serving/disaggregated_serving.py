@@ -28,15 +28,20 @@ same GPUs, and less evenly.
 ``predict`` is the ratio of the two run times with all requests there at once: both schedules are run at a price of 1 a
 step and 1 / n a token, n tokens being what a step runs in the time that reading the weights takes; apart the slower
 role decides, as if neither had to wait for the other. So it is the most that can be gained, by the wider batches of a
-decode rank; it is below 1 where the ranks are divided badly. What the technique is for is to be read in ``itl_p99``,
-``tpot_p99`` and goodput under the SLO that one has. Counters: ``transferred_bytes`` as counted and by the formula,
-``transfer_wait`` (first token to admission), ``transfer`` (what of it the blocks took), ``second_token``,
-``busy_share_rank`` and tokens a second over all ranks and over the decode ranks alone, which flatters.
+decode rank; it is below 1 where the ranks are divided badly. The counter ``allowed_speedup`` is the same at the prices
+that were fitted to the measured steps, with requests coming when they came.
+
+What the technique is for is to be read in ``itl_p99``, ``tpot_p99`` and goodput under the SLO that one has. Counters:
+``transferred_bytes`` as counted and by the formula, ``transfer_wait`` (first token to admission), ``transfer`` (what of
+it the blocks took), ``second_token``, ``busy_share_rank`` and tokens a second over all ranks and over the decode ranks
+alone, which flatters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from harness.pair import Claim, Context, Pair, Tolerance, Variant, Work
@@ -81,12 +86,13 @@ def decode_slots(workload: Workload) -> int:
 
 def side_by_side(workload: Workload, ctx: Context) -> SideBySide:
     """Every rank an engine of its own, prompts in chunks between the decodes."""
-    return SideBySide(workload, ctx, engine_config(workload))
+    return SideBySide(workload, ctx, engine_config(workload), partial(allowed_speedup, workload))
 
 
 def apart(workload: Workload, ctx: Context) -> InRoles:
     """Some ranks for prompts, the others for answers."""
-    return InRoles(workload, ctx, prefill_config(workload), decode_config(workload), int(workload.prefill_ranks))
+    roles = (prefill_config(workload), decode_config(workload))
+    return InRoles(workload, ctx, roles, int(workload.prefill_ranks), partial(allowed_speedup, workload))
 
 
 def work(workload: Workload) -> Work:
@@ -94,30 +100,36 @@ def work(workload: Workload) -> Work:
     return traffic.work(workload.replace(slots=decode_slots(workload)))
 
 
+def allowed_speedup(workload: Workload, requests: Items[Request], price: StepCost) -> float:
+    """Run time side by side over that apart if schedules alone decided, requests coming at their arrivals.
+
+    Apart, the slower role decides, and takes no time for what the other one does.
+    """
+    ranks, first = workload.ranks, int(workload.prefill_ranks)
+
+    def slowest(part: Items[Request], shares: int, config: EngineConfig, price: StepCost) -> float:
+        where = share_out([len(r.prompt) + r.sampling.max_tokens for r in part], shares)
+        each = [[r for r, share in zip(part, where, strict=True) if share == one] for one in range(shares)]
+        return max(simulate(mine, config, price) for mine in each)
+
+    together = slowest(requests, ranks, engine_config(workload), price)
+    prompts = [replace(r, sampling=Sampling(max_tokens=1)) for r in requests]
+    apart = slowest(prompts, first, prefill_config(workload), price)
+    answers = [replace(r, sampling=Sampling(max_tokens=n)) for r in requests if (n := r.sampling.max_tokens - 1)]
+    # Prompts take their place in the decode side's cache and none of its time.
+    free = replace(decode_config(workload), max_step_tokens=1 << 40)
+    apart = max(apart, slowest(answers, ranks - first, free, replace(price, prefill=0.0)))
+    return together / apart if apart > 0 else 1.0
+
+
 def predict(workload: Workload) -> float | None:
-    """Run time side by side over that apart, every request there at once, at the docstring's price."""
+    """The same at the docstring's price, every request there at once."""
     if workload.trace != SYNTHETIC:
         return None
     lengths = [(r.prompt_tokens, r.output_tokens) for r in requests_trace(workload).requests]
-    ranks, first = workload.ranks, int(workload.prefill_ranks)
+    requests = [Request(str(i), [1] * p, Sampling(max_tokens=n)) for i, (p, n) in enumerate(lengths)]
     token = 1.0 / BALANCE[workload.dtype]
-    price = StepCost(fixed=1.0, prefill=token, decode=token)
-
-    def slowest(lengths: list[tuple[int, int]], shares: int, config: EngineConfig, price: StepCost) -> float:
-        requests = [Request(str(i), [1] * p, Sampling(max_tokens=n)) for i, (p, n) in enumerate(lengths)]
-        parts = share_out([sum(each) for each in lengths], shares)
-        return max(
-            simulate([r for r, part in zip(requests, parts, strict=True) if part == share], config, price)
-            for share in range(shares)
-        )
-
-    together = slowest(lengths, ranks, engine_config(workload), price)
-    prompts = slowest([(p, 1) for p, _ in lengths], first, prefill_config(workload), price)
-    # Prompts take their place in the decode side's cache and none of its time.
-    free = replace(decode_config(workload), max_step_tokens=1 << 40)
-    answers = [(p, n - 1) for p, n in lengths if n > 1]
-    decode = slowest(answers, ranks - first, free, replace(price, prefill=0.0)) if answers else 0.0
-    return together / max(prompts, decode)
+    return allowed_speedup(workload, requests, StepCost(fixed=1.0, prefill=token, decode=token))
 
 
 PAIR = Pair(
@@ -126,9 +138,8 @@ PAIR = Pair(
     layer="system",
     relieves="compute",
     claim=Claim(
-        latency="lower",
         communication="higher",
-        cost="every prompt's keys and values over the link, and a role that idles where the mix does not fit",
+        cost="keys and values over the link, and a role that idles where the mix does not fit; gained is ITL's tail",
     ),
     inputs=inputs,
     oracle=Oracle,

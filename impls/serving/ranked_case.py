@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +28,12 @@ from impls.serving.request import Request
 from impls.serving.role_engines import DecodeEngine, PrefillEngine, RoleEngine
 from impls.serving.role_workers import DecodeWorker, PrefillWorker, Waits
 from impls.serving.runner import ModelRunner
+from impls.serving.schedule_cost import StepCost
 from impls.serving.scheduler import EngineConfig
 from impls.serving.timelines import Part, merge, second_token_waits
 
+#: How much faster than side by side the schedules alone allow the roles to be, from the requests at a price of steps.
+Allowed = Callable[[Items[Request], StepCost], float]
 #: Told by the kernel anew at every start: ranks that read the same one share a clock.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 #: Longest that a rank waits for news before it looks for itself (s).
@@ -73,8 +77,9 @@ class RankedServe:
 
     engine: Engine
 
-    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig) -> None:
+    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig, allowed: Allowed) -> None:
         self.ranks = Ranks()
+        self.allowed = allowed
         # On a GPU the host's work hides behind the device's; on a CPU there is nothing to hide behind.
         self.config = replace(config, lookahead=ctx.device.type == "cuda")
         self.model = model_for(workload, ctx)
@@ -82,6 +87,7 @@ class RankedServe:
         self.requests: tuple[Request, ...] = ()
         self.trace: dict[str, int] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.lost: dict[str, str] = {}
 
     def load(self, inputs: Inputs) -> None:
         """Takes the requests; the engine and its cache are as new."""
@@ -91,19 +97,28 @@ class RankedServe:
         self.poison()
 
     def run(self) -> None:
-        """Serves every request, each sent at its arrival; ends when all ranks' requests have."""
-        self.tokens = {}
+        """Serves every request, each sent at its arrival.
+
+        Raises:
+            RuntimeError: a request was refused or failed here, so that this was not the workload that was asked for.
+        """
+        self.tokens, self.lost = {}, {}
         self.ranks.align()
         self.serve()
+        if self.lost:
+            name, reason = next(iter(self.lost.items()))
+            raise RuntimeError(f"{len(self.lost)} of {len(self.requests)} requests were not served: {name} {reason}")
 
     def serve(self) -> None:
         """This rank's part."""
         raise NotImplementedError
 
     def keep(self, output: Output) -> None:
-        """Takes a token in."""
+        """Takes a token in, or the end of a request."""
         if output.token is not None:
             self.tokens.setdefault(output.id, []).append(output.token)
+        if output.finished in ("refused", "failed"):
+            self.lost[output.id] = f"{output.finished}: {output.reason}"
 
     def result(self) -> dict[str, list[int]]:
         """The tokens of each request, of all ranks."""
@@ -126,16 +141,20 @@ class RankedServe:
 
     def counters(self) -> dict[str, float]:
         """The engines' counts added up; of each rank the share of the run that it spent in steps; how long requests
-        waited from their first to their second token; and tokens a second over all ranks."""
+        waited from their first to their second token; tokens a second over all ranks; the cost of a step as fitted to
+        all of them, and what the schedules allow at that cost."""
         whole = self.timeline()
         span = whole["end"]
-        mine = (dict(self.engine.counters), self.engine.waited, sum(seconds for *_, seconds in self.recorder.steps))
+        every = self.ranks.gather((dict(self.engine.counters), self.engine.waited, self.recorder.steps))
         counted: Counter[str] = Counter()
         found: dict[str, float] = {}
-        for rank, (counts, waited, busy) in enumerate(self.ranks.gather(mine)):
+        for rank, (counts, waited, steps) in enumerate(every):
             counted.update(counts)
             counted["host_waited_s"] += waited
-            found[f"busy_share_rank{rank}"] = busy / span if span > 0 else 0.0
+            found[f"busy_share_rank{rank}"] = sum(seconds for *_, seconds in steps) / span if span > 0 else 0.0
+        cost = StepCost.fit([step for *_, steps in every for step in steps])
+        if cost is not None:
+            found |= cost.as_counters() | {"allowed_speedup": self.allowed(self.requests, cost)}
         tokens = sum(request["output_tokens"] for request in whole["requests"].values())
         found["tokens_per_s_per_rank"] = tokens / span / self.ranks.world if span > 0 else 0.0
         found |= quantiles("second_token", second_token_waits(whole))
@@ -150,8 +169,8 @@ class RankedServe:
 class SideBySide(RankedServe):
     """Every rank serves its share of the requests from the first token to the last."""
 
-    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig) -> None:
-        super().__init__(workload, ctx, config)
+    def __init__(self, workload: Workload, ctx: Context, config: EngineConfig, allowed: Allowed) -> None:
+        super().__init__(workload, ctx, config, allowed)
         self.engine = Engine(ModelRunner(self.model, self.config), self.config, recorder=self.recorder)
 
     def serve(self) -> None:
@@ -164,7 +183,7 @@ class SideBySide(RankedServe):
 class InRoles(RankedServe):
     """The first ``prefill_ranks`` ranks run prompts, the others decode.
 
-    prefill, decode: the configurations of the two roles.
+    roles: the configurations of a prefill and of a decode rank.
 
     Raises:
         ValueError: a role would have no rank.
@@ -173,14 +192,20 @@ class InRoles(RankedServe):
     engine: RoleEngine
 
     def __init__(
-        self, workload: Workload, ctx: Context, prefill: EngineConfig, decode: EngineConfig, prefill_ranks: int
+        self,
+        workload: Workload,
+        ctx: Context,
+        roles: tuple[EngineConfig, EngineConfig],
+        prefill_ranks: int,
+        allowed: Allowed,
     ) -> None:
         world = ctx.world
         if not 0 < prefill_ranks < world:
             raise ValueError(f"of {world} ranks, {prefill_ranks} for prompts leave a role without any")
         self.prefill_ranks = prefill_ranks
         self.prefills = ctx.rank < prefill_ranks
-        super().__init__(workload, ctx, prefill if self.prefills else decode)
+        prefill, decode = roles
+        super().__init__(workload, ctx, prefill if self.prefills else decode, allowed)
         # Prompts alone are run here, and a graph is of decode steps.
         runner = ModelRunner(self.model, self.config, graphs=False if self.prefills else None)
         longest = -(-self.config.context // self.config.block_size)
