@@ -89,12 +89,12 @@ def gated_product(
     x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, order: Order, choices: int, tile: Tile, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """act (P, F), and with ``keep`` gate and up (P, 2F) beside it, for gate above up (E, 2F, D)."""
-    pairs, many = order.order_P.shape[0], order.tiles_3N.shape[1]
+    pairs, many = order.order_R.shape[0], order.tiles_3N.shape[1]
     inner, width = gate_up_EHD.shape[1] // 2, x_TD.shape[1]
     act = x_TD.new_empty(pairs, inner)
     kept = x_TD.new_empty(pairs, 2 * inner) if keep else None
     gated_kernel[(many * triton.cdiv(inner, tile.columns),)](
-        x_TD, gate_up_EHD, act, act if kept is None else kept, order.order_P, order.tiles_3N,
+        x_TD, gate_up_EHD, act, act if kept is None else kept, order.order_R, order.tiles_3N,
         many, inner, width, choices, x_TD.stride(0),
         KEEP=keep, TURNED=tile.turned, EVEN=width % tile.block == 0, **_shape_of(tile), **_options(x_TD.dtype),
     )  # fmt: skip
@@ -123,13 +123,13 @@ def gate_backward(
     tile: Tile,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of gate and up (P, 2F), p · act (P, F), and the gradient of p by row (P,) in float32."""
-    pairs, many = order.order_P.shape[0], order.tiles_3N.shape[1]
+    pairs, many = order.order_R.shape[0], order.tiles_3N.shape[1]
     width, inner = down_EDF.shape[1:]
     blocks = triton.cdiv(inner, tile.columns)
     grad_kept, weighted = torch.empty_like(kept_PH), kept_PH.new_empty(pairs, inner)
     parts = kept_PH.new_empty(blocks, pairs, dtype=torch.float32)
     gate_backward_kernel[(many * blocks,)](
-        grad_TD, down_EDF, kept_PH, router_TK, grad_kept, weighted, parts, order.order_P, order.tiles_3N,
+        grad_TD, down_EDF, kept_PH, router_TK, grad_kept, weighted, parts, order.order_R, order.tiles_3N,
         many, pairs, inner, width, router_TK.shape[1], grad_TD.stride(0),
         EVEN=width % tile.block == 0, ALL=inner % tile.columns == 0,
         **_shape_of(tile), **_options(grad_TD.dtype),
@@ -145,7 +145,7 @@ def weights_product(
     out = a.new_empty(experts, m, n)
     grid = (experts * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
     weights_kernel[grid](
-        a, b, out, order.order_P, order.ends_E, m, n, choices, a.stride(0), b.stride(0),
+        a, b, out, order.order_R, order.ends_E, m, n, choices, a.stride(0), b.stride(0),
         GATHER_A=gather_a, **_shape_of(tile), **_options(a.dtype),
     )  # fmt: skip
     return out
@@ -176,13 +176,20 @@ def _check(
 
 
 def _forward(
-    x: torch.Tensor, experts: torch.Tensor, router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, keep: bool
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    most: int | None,
+    keep: bool,
 ) -> tuple[torch.Tensor, Order, torch.Tensor | None]:
     tokens, choices = experts.shape
-    shapes = launch_shapes(tokens * choices, gate_up.shape[0], x.element_size())
+    pairs = tokens * choices if most is None else min(tokens * choices, most)
+    shapes = launch_shapes(pairs, gate_up.shape[0], x.element_size())
     with on_device_of(x):
-        order = expert_order(experts, gate_up.shape[0], shapes.gated.rows)
-        if not order.order_P.numel():
+        order = expert_order(experts, gate_up.shape[0], shapes.gated.rows, most)
+        if not order.order_R.numel():
             return torch.zeros_like(x), order, x.new_empty(0, gate_up.shape[1])
         act, kept = gated_product(x, gate_up, order, choices, shapes.gated, keep)
         rows = rows_product(act, down, order, shapes.down, across=False)
@@ -198,8 +205,9 @@ class _Experts(torch.autograd.Function):
         router: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        most: int | None,
     ) -> torch.Tensor:
-        out, order, kept = _forward(x, experts, router, gate_up, down, keep=True)
+        out, order, kept = _forward(x, experts, router, gate_up, down, most, keep=True)
         ctx.tile = order.tile
         ctx.save_for_backward(x, router, gate_up, down, kept, *order[:4])
         return out
@@ -209,12 +217,12 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, router, gate_up, down, kept, *places = ctx.saved_tensors
         order = Order(*places, ctx.tile)
-        if not order.order_P.numel():
-            return torch.zeros_like(x), None, *(torch.zeros_like(t) for t in (router, gate_up, down))
+        if not order.order_R.numel():
+            return torch.zeros_like(x), None, *(torch.zeros_like(t) for t in (router, gate_up, down)), None
         tokens, choices = router.shape
-        shapes = launch_shapes(tokens * choices, gate_up.shape[0], x.element_size())
+        shapes = launch_shapes(len(order.order_R), gate_up.shape[0], x.element_size())
         grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-        need_x, _, need_router, need_gate_up, need_down = ctx.needs_input_grad
+        need_x, _, need_router, need_gate_up, need_down, _ = ctx.needs_input_grad
         grad_x = grad_router = grad_gate_up = grad_down = None
         with on_device_of(x):
             grad_kept, weighted, by_row = gate_backward(grad_out, down, kept, router, order, shapes.gate_backward)
@@ -229,7 +237,7 @@ class _Experts(torch.autograd.Function):
                 grad_gate_up = weights_product(grad_kept, x, order, choices, shapes.weights, gather_a=False)
             if need_down:
                 grad_down = weights_product(grad_out, weighted, order, choices, shapes.weights, gather_a=True)
-        return grad_x, None, grad_router, grad_gate_up, grad_down
+        return grad_x, None, grad_router, grad_gate_up, grad_down, None
 
 
 def moe_experts(
@@ -238,6 +246,7 @@ def moe_experts(
     router_TK: torch.Tensor,
     gate_up_EHD: torch.Tensor,
     down_EDF: torch.Tensor,
+    most: int | None = None,
 ) -> torch.Tensor:
     """The layer's routed experts, (T, D), differentiable once in all but ``experts``.
 
@@ -247,12 +256,14 @@ def moe_experts(
         router_TK: their weights, x's dtype or float32, contiguous.
         gate_up_EHD: every expert's gate above its up, (E, 2F, D), x's dtype, contiguous.
         down_EDF: (E, D, F), x's dtype, contiguous.
+        most: how many pairs of a token and one of these experts there are at most, where the caller knows that many
+            have none of these: what is kept in memory is made for so many. Pairs beyond them add nothing.
 
     Raises:
         ValueError: a shape, stride, dtype or device outside what is said here; the argument is named.
     """
     _check(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, router_TK, gate_up_EHD, down_EDF)):
-        out: torch.Tensor = _Experts.apply(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF)
+        out: torch.Tensor = _Experts.apply(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF, most)
         return out
-    return _forward(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF, keep=False)[0]
+    return _forward(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF, most, keep=False)[0]

@@ -34,9 +34,9 @@ _WARPS = 4
 
 
 class Order(NamedTuple):
-    """Where every pair of a token and one of its experts lies; P pairs, E experts, at most N tiles, all int32."""
+    """Where every pair of a token and an expert lies; P pairs, E experts, at most R rows and N tiles; int32."""
 
-    order_P: torch.Tensor  # row -> pair, token · K + choice; rows from ends_E[-1] on are not written
+    order_R: torch.Tensor  # row -> pair, token · K + choice; rows from ends_E[-1] on are not written
     slots_P: torch.Tensor  # pair -> row, -1 where the expert is none of these
     ends_E: torch.Tensor  # the row after an expert's last
     tiles_3N: (
@@ -71,10 +71,10 @@ def count_kernel(
 @triton.jit
 def place_kernel(
     experts_ptr, counts_ptr, order_ptr, slots_ptr, ends_ptr, tiles_ptr,
-    programs, pairs, experts, span, max_tiles, share,
+    programs, pairs, experts, room, span, max_tiles, share,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of this program's pairs, and its `share` of the table of tiles."""
+    """Rows of this program's pairs, and its `share` of the table of tiles. room: rows that there are at most."""
     program = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -86,21 +86,23 @@ def place_kernel(
         total += tl.sum(counts, 0)
         before += tl.sum(tl.where((other < program)[:, None], counts, 0), 0)
     ends = tl.cumsum(total, 0)
-    starts = ends - total
+    free = ends - total + before
+    starts = tl.minimum(ends - total, room)
+    ends = tl.minimum(ends, room)
     if program == 0:
         tl.store(ends_ptr + lane, ends, mask=lane < experts)
 
-    free = starts + before
     for start in tl.range(program * span, program * span + span, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         expert = _load_experts(experts_ptr, pair, pairs, experts)
         mine = (expert[:, None] == lane[None, :]).to(tl.int32)
         row = tl.sum(mine * (free[None, :] + tl.cumsum(mine, 0) - 1), 1)
-        tl.store(order_ptr + row, pair, mask=expert >= 0)
-        tl.store(slots_ptr + pair, tl.where(expert >= 0, row, -1), mask=pair < pairs)
+        has = (expert >= 0) & (row < room)
+        tl.store(order_ptr + row, pair, mask=has)
+        tl.store(slots_ptr + pair, tl.where(has, row, -1), mask=pair < pairs)
         free += tl.sum(mine, 0)
 
-    tiles = (total + TILE - 1) // TILE
+    tiles = (ends - starts + TILE - 1) // TILE
     tile_ends = tl.cumsum(tiles, 0)
     for start in tl.range(program * share, program * share + share, BLOCK):
         tile = start + tl.arange(0, BLOCK)
@@ -120,7 +122,7 @@ def most_tiles(pairs: int, experts: int, tile: int) -> int:
     return min(pairs, (pairs + min(experts, pairs) * (tile - 1)) // tile)
 
 
-def expert_order(experts_TK: torch.Tensor, experts: int, tile: int) -> Order:
+def expert_order(experts_TK: torch.Tensor, experts: int, tile: int, most: int | None = None) -> Order:
     """Sorts pairs of tokens and experts by expert; stable, and the same from run to run.
 
     Args:
@@ -128,6 +130,7 @@ def expert_order(experts_TK: torch.Tensor, experts: int, tile: int) -> Order:
             row: so a rank leaves out what others have.
         experts: how many there are, 1 to 1024.
         tile: rows a tile, a power of two.
+        most: how many pairs have a row at most, where the caller knows it; further ones, the last in order, get none.
 
     Raises:
         ValueError: a dtype, shape, device or number outside what is said here; the argument is named.
@@ -145,18 +148,21 @@ def expert_order(experts_TK: torch.Tensor, experts: int, tile: int) -> Order:
     pairs = experts_TK.numel()
     if pairs >= 2**31:
         raise ValueError(f"experts: {pairs} pairs are more than 2^31 - 1")
+    room = pairs if most is None else min(pairs, most)
+    if room < 0:
+        raise ValueError(f"most: {most} rows; it must not be negative")
     wide = max(16, triton.next_power_of_2(experts))
     block = max(16, min(128, _CELLS // wide))
     span = block * max(1, triton.cdiv(pairs, block * _PROGRAMS))
     programs = max(1, triton.cdiv(pairs, span))
-    many = most_tiles(pairs, experts, tile)
-    empty = torch.empty(programs * wide + 2 * pairs + experts + 3 * many, dtype=torch.int32, device=experts_TK.device)
-    counts, order, slots, ends, tiles = empty.split([programs * wide, pairs, pairs, experts, 3 * many])
+    many = most_tiles(room, experts, tile)
+    sizes = [programs * wide, room, pairs, experts, 3 * many]
+    counts, order, slots, ends, tiles = experts_TK.new_empty(sum(sizes), dtype=torch.int32).split(sizes)
     with on_device_of(experts_TK):
         count_kernel[(programs,)](experts_TK, counts, pairs, experts, span, BLOCK=block, EXPERTS=wide, num_warps=_WARPS)
         place_kernel[(programs,)](
             experts_TK, counts, order, slots, ends, tiles,
-            programs, pairs, experts, span, many, triton.cdiv(many, programs),
+            programs, pairs, experts, room, span, many, triton.cdiv(many, programs),
             BLOCK=block, EXPERTS=wide, TILE=tile, num_warps=_WARPS,
         )  # fmt: skip
     return Order(order, slots, ends, tiles.view(3, many), tile)

@@ -104,7 +104,7 @@ def gated_kernel(
     x = x_ptr + token.to(tl.int64)[:, None] * x_stride + lane[None, :]
     gate_row = expert.to(tl.int64) * 2 * inner + tl.minimum(column, inner - 1)
     gate = weight_ptr + gate_row[:, None] * width + lane[None, :]
-    up = gate + inner.to(tl.int64) * width
+    up = gate + tl.cast(inner, tl.int64) * width
     gate_acc = _zeros(ROWS, COLUMNS, TURNED)
     up_acc = _zeros(ROWS, COLUMNS, TURNED)
     for start in tl.range(0, width, BLOCK):
@@ -249,7 +249,7 @@ def gate_backward_kernel(
         part += _gate_backward_tile(right, p, kept, grad_kept, weighted, real, start + COLUMNS // 2, inner)
     else:
         part = _gate_backward_tile(g, p, kept, grad_kept, weighted, real, start, inner)
-    tl.store(parts_ptr + block * pairs + row, part, mask=row < end)
+    tl.store(parts_ptr + block.to(tl.int64) * pairs + row, part, mask=row < end)
 
 
 @triton.jit

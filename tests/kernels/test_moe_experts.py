@@ -50,10 +50,16 @@ def check(experts, tensors, grad, assert_near, units):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "choices", "count", "width", "inner"),
-    [(1, 1, 1, 8, 8), (9, 2, 4, 24, 17), (40, 2, 3, 70, 33), (3, 3, 7, 33, 5)],
+    ("tokens", "choices", "count", "width", "inner", "dtype"),
+    [
+        (1, 1, 1, 8, 8, torch.float32),
+        (20, 2, 3, 70, 33, torch.float32),
+        (3, 3, 7, 33, 5, torch.float32),
+        (9, 2, 4, 24, 17, torch.float16),
+        (40, 2, 3, 70, 33, torch.float16),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_equals_float64_with_every_gradient(tokens, choices, count, width, inner, dtype, assert_near):
     check(*drawn(tokens, choices, count, width, inner, dtype), assert_near, units=16 if dtype == torch.float32 else 4)
 
@@ -77,6 +83,18 @@ def test_experts_that_are_not_here_add_nothing(assert_near):
     assert not out[1].any()
     assert not grad_x[1].any()
     assert (grad_router != 0).tolist() == [[True, False], [False, False], [True, True], [False, True]]
+
+
+def test_room_for_the_pairs_that_are_here_is_enough():
+    experts = torch.tensor([[0, 5], [-1, 9], [1, 0], [7, 1]])
+    experts, tensors, grad = drawn(4, 2, 2, 24, 16, torch.float32, experts)
+    results = []
+    for most in (None, 4):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = moe_experts(leaves[0], experts, *leaves[1:], most=most)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert not moe_experts(tensors[0], experts, *tensors[1:], most=0).any()
 
 
 def test_an_expert_chosen_twice_counts_twice(assert_near):

@@ -47,7 +47,7 @@ def draw(tokens, choices, low, high, dtype=torch.int64):
 def test_every_pair_has_the_place_of_a_stable_sort(experts, count, tile):
     order, counts = sorted_by_torch(experts, count)
     found = expert_order(experts.to(DEVICE), count, tile)
-    assert torch.equal(found.order_P[: len(order)].cpu().long(), order)
+    assert torch.equal(found.order_R[: len(order)].cpu().long(), order)
     assert torch.equal(found.slots_P[order].cpu().long(), torch.arange(len(order)))
     assert int((found.slots_P < 0).sum()) == experts.numel() - len(order)
     assert torch.equal(found.ends_E.cpu().long(), counts.cumsum(0))
@@ -58,7 +58,21 @@ def test_more_pairs_than_programs_have_at_once_stay_in_order(monkeypatch):
     monkeypatch.setattr(module, "_PROGRAMS", 2)
     experts = draw(300, 4, 0, 3)  # ten blocks of 128 pairs: programs take five
     found = expert_order(experts.to(DEVICE), 3, 128)
-    assert torch.equal(found.order_P.cpu().long(), sorted_by_torch(experts, 3)[0])
+    assert torch.equal(found.order_R.cpu().long(), sorted_by_torch(experts, 3)[0])
+
+
+@pytest.mark.parametrize("most", [0, 1, 9, 22, 40, 99])
+def test_pairs_beyond_the_most_get_no_row(most):
+    experts = draw(20, 2, 0, 5)
+    order, counts = sorted_by_torch(experts, 5)
+    found = expert_order(experts.to(DEVICE), 5, 4, most)
+    kept = order[:most]
+    assert torch.equal(found.order_R.cpu().long(), kept)
+    assert torch.equal(found.slots_P[kept].cpu().long(), torch.arange(len(kept)))
+    assert int((found.slots_P < 0).sum()) == 40 - len(kept)
+    assert torch.equal(found.ends_E.cpu().long(), counts.cumsum(0).clamp(max=most))
+    assert [t[2] - t[1] for t in found.tiles_3N.T.tolist() if t[0] >= 0].count(0) == 0
+    assert sum(t[2] - t[1] for t in found.tiles_3N.T.tolist() if t[0] >= 0) == len(kept)
 
 
 def test_no_tokens_have_no_tiles():
@@ -88,6 +102,7 @@ def test_wrong_arguments_are_named():
         ((good, 1025, 16), "experts"),
         ((good, 3, 12), "tile"),
         ((good, 3, 0), "tile"),
+        ((good, 3, 16, -1), "most"),
     ]:
         with pytest.raises(ValueError, match=rf"^{name}: "):
             expert_order(*arguments)
