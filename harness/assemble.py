@@ -21,7 +21,7 @@ from harness.pair import Work
 from harness.plan import Item
 from harness.record import METHOD, SCHEMA, metric, utc_now
 from harness.serving.metrics import Slo, summarize
-from harness.serving.timeline import TimelineError
+from harness.serving.timeline import FINISHED, TimelineError
 from harness.workload import Workload
 
 #: Above this relative half width a median is a guess: the record says so instead of giving it.
@@ -135,8 +135,22 @@ def reproduce(technique: Technique, workload: Workload) -> str:
 
 
 def _work(event: Mapping[str, Any]) -> Work | None:
+    """What was to be done; of a serve run, as many requests or tokens as were served: a trace may have fewer."""
     raw = event.get("work")
-    return Work(**raw) if raw else None
+    if not raw:
+        return None
+    work = Work(**raw)
+    served = _served(event["timeline"]) if event.get("timeline") else {}
+    return replace(work, items=float(served.get(work.unit, work.items)))
+
+
+def _served(timeline: Mapping[str, Any]) -> dict[str, int]:
+    requests = timeline["requests"]
+    entries = list(requests.values()) if isinstance(requests, Mapping) else requests
+    return {
+        "requests": sum(entry["status"] == FINISHED for entry in entries),
+        "tokens": sum(len(entry["token_times"]) for entry in entries),
+    }
 
 
 def _add_metrics(record: dict[str, Any], work: Work | None, facts: Facts, event: Mapping[str, Any]) -> None:
@@ -200,7 +214,9 @@ def _add_rates(record: dict[str, Any], work: Work, facts: Facts, latency: stats.
     curve = facts.curves.get((work.collective, ranks))
     least = floor(share, record["compute_dtype"], facts.ceilings, facts.found, curve)
     record["floor"] = least.as_record(seconds)
-    _put(metrics, missing, "floor_share", least.share(seconds), "no ceiling of this machine is known")
+    counted = work.flops or work.bytes or work.link_bytes or work.launches
+    why = "no ceiling of this machine is known" if counted else "nothing was counted that takes time"
+    _put(metrics, missing, "floor_share", least.share(seconds), why)
     return claimed
 
 

@@ -106,10 +106,11 @@ def work(workload: Workload) -> Work:
     """Tokens out, FLOPs of prompts and answers, and the least bytes: with all slots full in every step of decode.
 
     A system prompt has to be computed once, however many requests begin with it. A trace file is not at hand here, so a
-    workload that replays one counts requests alone.
+    workload that replays one counts requests alone, and has no floor.
     """
     if workload.trace != SYNTHETIC:
-        return Work(items=float(workload.requests), unit="requests", reasons={"items": "requests of the trace file"})
+        reasons = {"items": "requests of the trace file that were served"}
+        return Work(items=float(workload.requests), unit="requests", launches=0, reasons=reasons)
     config = config_for(workload)
     requests = requests_trace(workload).requests
     lengths = [(r.prompt_tokens, r.output_tokens) for r in requests]

@@ -1,4 +1,4 @@
-"""Bounds and prices of a run: bad ones are told before anything is measured, and only the GPUs held are paid."""
+"""What a serve record says beyond its timeline: what was served, what it cost, and whether it can be."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ def test_a_run_on_a_cpu_has_no_gpu_to_pay() -> None:
     record = recorded("cpu", 1)
     assert "cost_per_mtok" not in record["metrics"]
     assert record["missing"]["cost_per_mtok"] == "the run held no GPU"
+
+
+@pytest.mark.parametrize(("unit", "served"), [("requests", 1), ("tokens", 2)])
+def test_throughput_is_of_what_was_served_and_not_of_what_was_asked_for(unit: str, served: int) -> None:
+    # The workload asks for 24; the trace had one request, of two tokens.
+    record = recorded("cuda", 1, work={"items": 24.0, "unit": unit, "launches": 0})
+    assert record["work"]["items"] == served
+    assert record["metrics"]["throughput"]["value"] == pytest.approx(served / 3600.0)
+    assert record["metrics"]["throughput"]["unit"] == f"{unit}/s"
+    assert record["missing"]["floor_share"] == "nothing was counted that takes time"
 
 
 def test_a_timeline_that_cannot_be_costs_its_record_and_no_other() -> None:
