@@ -91,12 +91,15 @@ class PeerRunner:
             )
             spans.append(result.seconds)
         assert result is not None
-        ended = [entry["status"] for entry in result.timeline["requests"].values()]
-        if FINISHED not in ended:
-            why = next(
-                (e["reason"] for e in result.timeline["requests"].values() if e["reason"]), "no request was sent"
-            )
+        entries = list(result.timeline["requests"].values())
+        failures = [entry for entry in entries if entry["status"] != FINISHED]
+        why = failures[0]["reason"] if failures else "no request was sent"
+        if len(failures) == len(entries):
             return {**event, "status": "error", "reason": f"no request finished: {why}"}
+        short = cut_short(result)
+        said = [f"{len(failures)} of {len(entries)} requests failed, one of them: {why}"] if failures else []
+        said += [f"{short} answers ended before their length"] if short else []
+        event["reason"] = "; ".join(said)
         samples = {
             "values": spans,
             "clock": "wall",
@@ -111,7 +114,7 @@ class PeerRunner:
             "trace_rows_refused": float(len(result.trace.refused)),
             "trace_requests_clipped": float(result.trace.clipped),
             # Less work than our own engine has: a server that ends answers early is not to be compared with it.
-            "answers_cut_short": float(cut_short(result)),
+            "answers_cut_short": float(short),
         }
         # What the server holds is not known here: the price that was given is that of all of it.
         return {**event, "samples": samples, "timeline": result.timeline, "counters": counters, "gpus": 1}

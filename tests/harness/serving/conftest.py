@@ -30,8 +30,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.seen.append({**asked, "path": self.path})  # type: ignore[attr-defined]
+        with self.server.lock:  # type: ignore[attr-defined]
+            self.server.seen.append({**asked, "path": self.path})  # type: ignore[attr-defined]
+            place = len(self.server.seen)  # type: ignore[attr-defined]
         kind = 500 if self.server.broken else asked["prompt"][0]  # type: ignore[attr-defined]
+        if self.server.some_fail:  # type: ignore[attr-defined]
+            kind = 3 if place % 5 in (2, 4) else 1
         if kind == 500:
             body = b'{"error": {"message": "out of blocks"}}'
             self.send_response(500)
@@ -66,7 +70,8 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     made.daemon_threads = True
-    made.seen, made.broken = [], False  # type: ignore[attr-defined]
+    made.lock = threading.Lock()  # type: ignore[attr-defined]
+    made.seen, made.broken, made.some_fail = [], False, False  # type: ignore[attr-defined]
     thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     yield made

@@ -58,6 +58,21 @@ def test_a_server_that_answers_nothing_is_an_error_and_its_reason(server: Thread
     assert [(r["status"], r["reason"]) for r in records] == [("error", "no request finished: HTTP 500: out of blocks")]
 
 
+def test_failures_among_answers_are_said_beside_the_figures(server: ThreadingHTTPServer, tmp_path: Path) -> None:
+    sent = "\n".join(f'{{"timestamp": {i}, "input_length": 1, "output_length": 4}}' for i in range(5))
+    (tmp_path / "m.jsonl").write_text(sent)
+    # Every second request finds a server that hangs up in the middle of its answer.
+    server.some_fail = True  # type: ignore[attr-defined]
+    trace = ("--trace", str(tmp_path / "m.jsonl"), "--samples", "3", "--no-store")
+    code, (record,), _ = run(server, "paged_kv", "--workload", "tiny", *trace)
+    assert code in (0, 3)
+    assert record["status"] in ("passed", "unsettled")
+    assert record["serve"]["requests"]["failed"] == 2
+    assert record["metrics"]["failed_requests"]["value"] == pytest.approx(2 / 5)
+    if record["status"] == "passed":
+        assert record["reason"] == "2 of 5 requests failed, one of them: the stream ended before it was done"
+
+
 def test_nobody_there_or_nothing_to_send_is_bad_use(server: ThreadingHTTPServer) -> None:
     code, records, err = run(server, "add_rms_norm", "--no-store")
     assert (code, records) == (2, [])
