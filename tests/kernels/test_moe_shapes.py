@@ -1,0 +1,40 @@
+"""The candidates of benchmarks/moe_shapes.py: each product gives the same with each of them, and all have some."""
+
+import pytest
+import torch
+
+from benchmarks.moe_shapes import MODELS, Layer, Model, candidates, main
+from kernels.moe_experts import Tile, launch_shapes
+
+PRODUCTS = ("gated", "down", "gate_backward", "back", "weights")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_has_candidates_of_the_kind_of_the_present_choice(name):
+    model = MODELS[name]
+    shapes = launch_shapes(model.tokens * model.choices, model.experts, 2)
+    for product in PRODUCTS:
+        present = getattr(shapes, product)
+        found = list(candidates(product, present))
+        assert len(found) > 8
+        assert all(tile.turned == present.turned for tile in found)
+        assert present in found or product not in ("gated", "down")
+
+
+def test_a_product_gives_the_same_whatever_its_tile():
+    torch.manual_seed(0)
+    layer = Layer(Model(6, 24, 16, 3, 2), "cuda" if torch.cuda.is_available() else "cpu")
+    for product in PRODUCTS:
+        found = [
+            layer.product(product, Tile(rows, 32, 32, 4, 2, 2, turned=turned))().float()
+            for rows, turned in ((16, False), (32, True))
+        ]
+        torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["qwen3_4k"]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["no_such_model"])
