@@ -45,7 +45,7 @@ class Draws:
             return None
         columns = [
             (
-                0.0 if s.greedy else float(s.temperature),
+                0.0 if s.greedy else min(max(float(s.temperature), _COLDEST), _HOTTEST),
                 0 if s.greedy else s.top_k,
                 1.0 if s.greedy else float(s.top_p),
                 draw_key(s.seed, place),
@@ -75,7 +75,7 @@ def sample(logits_BV: Tensor, draws: Draws | None) -> Tensor:
     if draws is not None:
         logits_BV = logits_BV.float()
         noisy_B1 = (draws.temperatures_B > 0).unsqueeze(1)
-        scaled_BV = logits_BV / torch.where(noisy_B1, draws.temperatures_B.unsqueeze(1), 1.0).clamp(_COLDEST, _HOTTEST)
+        scaled_BV = logits_BV / torch.where(noisy_B1, draws.temperatures_B.unsqueeze(1), 1.0)
         kept_BV = keep_top_p(keep_top_k(scaled_BV, draws), draws)
         raced_BV = kept_BV - exponential_noise(draws.keys_B, logits_BV.shape[1]).log()
         tokens_B = torch.where(noisy_B1.squeeze(1), raced_BV.argmax(dim=-1), greedy_B)
