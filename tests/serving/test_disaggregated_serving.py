@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from impls.serving.kv_link import transfer_bytes
 from impls.serving.ranked_case import share_out
 from impls.serving.traffic import engine_config
 
+ROOT = Path(__file__).parents[2]
 WORKERS = Path(__file__).parent / "workers"
+CANCELLED = ("r00001", "r00004", "r00007")
 FEW = {"requests": 10, "request_rate": 0.0, "max_output": 12}
 
 CASES = [
@@ -37,11 +41,12 @@ FOUR = [
 ]
 
 
-def answers(folder: Path, ranks: int, cases: list) -> dict:
+def answers(folder: Path, ranks: int, cases: list, device: str = "cpu") -> dict:
     asked, told = folder / "cases.json", folder / "answers.json"
     asked.write_text(json.dumps(cases))
     path = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
-    found = launch(Job("roles_worker", (str(asked), str(told)), ranks, 200, folder / "logs", {"PYTHONPATH": path}))
+    asks = (str(asked), str(told), device)
+    found = launch(Job("roles_worker", asks, ranks, 200, folder / "logs", {"PYTHONPATH": path}))
     assert found.status == "passed", f"{found.reason}\n{found.traceback}"
     return json.loads(told.read_text())
 
@@ -94,9 +99,8 @@ def test_blocks_travel_a_layer_at_a_time_into_a_cache_that_holds_one_long_reques
 
 def test_what_is_cancelled_ends_where_it_is_and_the_others_go_on(two):
     told = two["cancelled"]
-    names = ("r00001", "r00004", "r00007")
-    judge(told, names)
-    ends = [run["timeline"]["requests"][name]["status"] for run in told for name in names]
+    judge(told, CANCELLED)
+    ends = [run["timeline"]["requests"][name]["status"] for run in told for name in CANCELLED]
     assert "cancelled" in ends
 
 
@@ -116,6 +120,35 @@ def test_what_a_request_waits_for_between_its_first_tokens_is_counted(two):
 @pytest.mark.parametrize("key", [case["key"] for case in FOUR])
 def test_four_ranks_give_the_oracles_tokens(key, four):
     judge(four[key])
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus_give_the_oracles_tokens(tmp_path):
+    told = answers(tmp_path, 2, CASES, "cuda")
+    for case in CASES[:5]:
+        judge(told[case["key"]])
+    judge(told["cancelled"], CANCELLED)
+
+
+@pytest.mark.slow
+def test_the_command_checks_and_measures_it_on_two_ranks(tmp_path):
+    environment = {**os.environ, "PAIRBENCH_DATA": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "harness", "run", "disaggregated_serving", "--tier", "smoke", "--device", "cpu"]
+    command += ["--set", "requests=8", "--samples", "3", "--slo-ttft", "60", "--json"]
+    found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    records = {r["variant"]: r for r in json.loads(found.stdout) if r["type"] == "measurement"}
+    assert set(records) == {"baseline", "optimized"}, found.stderr[-2000:]
+    for record in records.values():
+        assert record["status"] in ("passed", "unsettled"), record["reason"]
+        assert record["ranks"] == 2
+        assert record["serve"]["requests"]["finished"] == 8
+        figures = record["metrics"]
+        assert {"ttft_p99", "itl_p99", "tpot_p99", "e2e_p99", "output_rate", "goodput", "skew"} <= set(figures)
+        assert figures["goodput"]["value"] == pytest.approx(8 / record["serve"]["span"])
+        assert record["counters"]["second_token_p99_s"] > 0
+    assert records["optimized"]["counters"]["transferred_bytes"] > 0
+    assert records["optimized"]["predicted"]["speedup"] > 0
+    assert "transferred_bytes" not in records["baseline"]["counters"]
 
 
 def test_both_sides_have_the_same_cache_on_every_rank_and_as_many_slots_in_all():

@@ -1,10 +1,10 @@
 """Serves a trace on real ranks, side by side and in roles, and tells what came of it; for the tests.
 
-``python -m roles_worker CASES.json OUT.json``: a list of {key, variant, dims} and optionally ``buffer`` (bytes of a
-link's buffer), ``decode_blocks`` (size of the decode side's cache), ``slow`` (seconds that each turn of a role takes
-longer), ``runs`` (how often it is served; once by default) and ``cancel`` (numbers of requests that are cancelled once
-they were handed over). OUT holds for each whether tokens are the oracle's, the timeline and the counters, or
-the error.
+``python -m roles_worker CASES.json OUT.json DEVICE``: a list of {key, variant, dims} and optionally ``buffer`` (bytes
+of a link's buffer), ``decode_blocks`` (size of the decode side's cache), ``slow`` (seconds that each turn of a role
+takes longer), ``runs`` (how often it is served; once by default) and ``cancel`` (numbers of requests that are cancelled
+once they were handed over). OUT holds for each run of each the tokens, the timeline and the counters, and with the last
+one the oracle's tokens and the lengths of the prompts; or the error.
 """
 
 import json
@@ -65,10 +65,10 @@ def truth(pair, workload, ctx, inputs):
 _TRUTHS: dict[str, dict[str, list[int]]] = {}
 
 
-def measure(case, rank, world):
+def measure(case, rank, world, device):
     pair, technique = load_pair(find("disaggregated_serving")), find("disaggregated_serving")
     workload = next(w for w in workloads_of(technique) if w.name == "tiny").replace(**case["dims"], ranks=world)
-    ctx = Context(torch.device("cpu"), torch.float32, 3, rank, world)
+    ctx = Context(torch.device(device), torch.float32, 3, rank, world)
     inputs = Inputs(pair.inputs(workload, ctx), 3)
     serve = built(pair, case, workload, ctx)
     serve.load(inputs)
@@ -85,12 +85,12 @@ def measure(case, rank, world):
     return told
 
 
-def main(cases, out):
-    rank, world, _ = init_world("cpu")
+def main(cases, out, device):
+    rank, world, _ = init_world(device)
     told = {}
     for case in json.loads(Path(cases).read_text()):
         try:
-            told[case["key"]] = measure(case, rank, world)
+            told[case["key"]] = measure(case, rank, world, device)
         except ValueError as err:  # bad input, which every rank must refuse by itself
             told[case["key"]] = {"refused": str(err)}
     if rank == 0:
