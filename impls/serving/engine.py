@@ -97,6 +97,9 @@ class Engine:
 
     def reset(self) -> None:
         """An engine as new: nothing queued, nothing cached, counters at zero, the run's clock at 0."""
+        flight: Flight | None = getattr(self, "_flight", None)
+        if flight is not None:
+            flight.collect()  # it may still read what the next launches write
         for sequence in getattr(self, "_sequences", {}).values():
             self.runner.forget(sequence)
         self.scheduler = Scheduler(self.config)

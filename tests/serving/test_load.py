@@ -146,6 +146,27 @@ def test_ten_thousand_requests_leave_nothing_behind(fake):
     assert held[-1] - held[1] < 64_000, f"memory grew from {held[1]} to {held[-1]} bytes"
 
 
+def test_a_step_under_way_is_waited_for_before_an_engine_begins_anew(fake):
+    waited: list[list[int]] = []
+
+    class Runner(fake.Runner):
+        def launch(self, step):
+            collect = super().launch(step)
+            return lambda: waited.append(collect()) or waited[-1]
+
+    config = EngineConfig(max_running=2, max_step_tokens=8, block_size=4, num_blocks=8, context=32, lookahead=True)
+    engine = Engine(Runner(VOCAB, 8, 4), config)
+    engine.submit(Request("a", [1, 2], Sampling(max_tokens=3)))
+    assert engine.step() == []
+    assert waited == []
+    engine.reset()
+    assert len(waited) == 1
+    assert engine.idle
+    engine.submit(Request("a", [1, 2], Sampling(max_tokens=1)))
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert [o.token for o in outputs] == fake.answer_of([1, 2], 1, VOCAB)
+
+
 def test_cancelling_what_is_over_or_unknown_does_nothing(fake):
     config = EngineConfig(max_running=2, max_step_tokens=8, block_size=4, num_blocks=8, context=32)
     engine = Engine(fake.Runner(VOCAB, 8, 4), config)
