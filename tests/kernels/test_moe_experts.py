@@ -144,13 +144,15 @@ def test_a_nan_stays_with_its_tokens():
     assert out.isnan().any(1).tolist() == [token == 4 for token in range(9)]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_both_ways_of_a_product_and_of_its_tiles_agree(turned, monkeypatch, assert_near):
+@pytest.mark.parametrize(("turned", "columns"), [(False, 32), (True, 256)])
+def test_both_ways_of_a_product_and_of_its_tiles_agree(turned, columns, monkeypatch, assert_near):
     tile = Tile(16, 32, 16, 4, 2, 3, turned=turned)
     plain = tile._replace(turned=False)
-    shapes = module.Shapes(tile, tile, plain, tile._replace(columns=16), plain._replace(rows=32))
+    back, weights = tile._replace(columns=16), plain._replace(rows=32)
+    shapes = module.Shapes(tile, tile, plain._replace(columns=columns), back, weights)
     monkeypatch.setattr(module, "launch_shapes", lambda *_: shapes)
-    check(*drawn(23, 2, 3, 41, 37, torch.float16), assert_near, units=4)
+    sizes = (23, 2, 3, 41, 37) if columns < 37 else (7, 2, 2, 24, 150)
+    check(*drawn(*sizes, torch.float16), assert_near, units=4)
 
 
 def test_combine_adds_choices_in_float32():
@@ -192,6 +194,13 @@ def test_wrong_arguments_are_named():
     for name, change in wrong:
         with pytest.raises(ValueError, match=rf"^{name}: "):
             moe_experts(**(right | change))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [5, 40, 700], ids="{} tokens".format)
+@pytest.mark.parametrize(("width", "inner"), [(512, 256), (264, 136), (250, 131)])
+def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, width, inner, assert_near):
+    check(*drawn(tokens, 2, 5, width, inner, torch.bfloat16), assert_near, units=4)
 
 
 @pytest.mark.slow
