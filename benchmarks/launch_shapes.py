@@ -277,7 +277,7 @@ def of_paged_attention(place: Place) -> Iterator[Case]:
             for tile in (32, 64, 128)
             for warps in (2, 4, 8)
             for stages in (3, 4, 5)
-            for programs in (1, 2, 3)
+            for programs in (1, 2, 3, 4)
             if tile * 128 * 2 * 2 * (stages - 2) * programs <= 200 * 1024
         }
         arguments = (place.randn(batch, 32, 128), k, v, tables, lengths)

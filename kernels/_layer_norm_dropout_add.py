@@ -144,7 +144,10 @@ def forward_kernel(
     PAIRS: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):
-    """One tile a program: everything is asked for first, the mask is made while it is on its way."""
+    """One tile a program: rows are asked for first, and the mask is made while they are on their way.
+
+    Weight and bias come late, from a cache: until then their registers are free, so that more programs are resident.
+    """
     column = _columns(BLOCK, CHUNKS)
     in_row = column < COLUMNS
     start = tl.program_id(0) * ROWS
@@ -152,13 +155,13 @@ def forward_kernel(
     x = _load(x_ptr, x_stride, row, rows, column, COLUMNS, EVEN)
     x_first = tl.load(x_ptr + row.to(tl.int64) * x_stride, mask=row < rows, other=0.0)
     residual = _load(residual_ptr, residual_stride, row, rows, column, COLUMNS, EVEN)
-    weight = _load_vector(weight_ptr, column, COLUMNS, ROWS, CHUNKS)
-    bias = _load_vector(bias_ptr, column, COLUMNS, ROWS, CHUNKS)
     if DROP:
         # Here, before anything waits for a load.
         keep = tl.where(_keep(seed, start, threshold, BLOCK, ROWS, CHUNKS, ROUNDS), scale, 0.0)
     x = _widen(x, PAIRS)
     normed, mean, rstd = _standardise(x, x_first.to(tl.float32), eps, in_row, COLUMNS, ONE_PASS)
+    weight = _load_vector(weight_ptr, column, COLUMNS, ROWS, CHUNKS)
+    bias = _load_vector(bias_ptr, column, COLUMNS, ROWS, CHUNKS)
     out = normed * _widen(weight, PAIRS) + _widen(bias, PAIRS)
     if DROP:
         out *= keep  # a product, not a choice: NaN and inf that are dropped become NaN, as in the plain formula

@@ -76,7 +76,7 @@ class Launch(NamedTuple):
 _FORWARD = {
     1024: Launch(1, 1024, 1, 96),
     4096: Launch(1, 4096, 4, 96),
-    8192: Launch(1, 8192, 32, 32),
+    8192: Launch(1, 8192, 8, 80),
 }
 _BACKWARD = {
     1024: Launch(1, 1024, 2, 128, 1, 3, 8),
@@ -88,8 +88,8 @@ _BACKWARD = {
 def launch_shape(columns: int, itemsize: int, *, backward: bool) -> Launch:
     """What was measured, and for other rows what was expected before that.
 
-    A forward of 4,096 elements has 96 registers a thread, so that five programs are resident: it was measured ahead of
-    four with 128, though a few values then live outside registers.
+    A forward of 4,096 elements has 96 registers a thread and five resident programs, one of 8,192 has 80 and three:
+    measured ahead of fewer programs with more registers, though at 8,192 a few values then live outside them.
 
     Forward: 64 bytes of a row a thread, which takes the fewest instructions.
 

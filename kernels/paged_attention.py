@@ -23,6 +23,8 @@ An 8-bit cache (int8, float8_e4m3fn) carries one scale a KV head for keys and on
 registers, and the scales meet scores and output, not every element. Widening is what binds there, so float8 goes to
 float16, one conversion where bfloat16 takes two: its numbers are float16 numbers too, and a row of queries is divided
 by its largest magnitude first, so that it keeps its bits. int8 to bfloat16 takes a few bit operations, no conversion.
+The second product wants values transposed, and shared memory transposes nothing narrower than 16 bits but byte by byte:
+values are read as pairs of neighbouring columns (PAIRED), and even and odd columns are products of their own.
 """
 
 from __future__ import annotations
@@ -56,18 +58,20 @@ class Launch(NamedTuple):
     resident: int  # that fit on one at a time
 
 
-def launch_shape(width: int, itemsize: int) -> Launch:
-    """Tiles of about 16 KiB of keys and as much of values, two of each in flight, in two programs a multiprocessor.
+def launch_shape(width: int, itemsize: int, rows: float = 0.0) -> Launch:
+    """Tiles of about 16 KiB of keys and as much of values, for ``rows`` sequences times KV heads a multiprocessor.
 
     A tile's addresses come from the block table, so its loads wait for another load: the compiler spends part of the
     stages on the table, and five of them buffer two tiles (72 KiB of shared memory at a width of 128). Two programs
     have 128 KiB in flight, more than latency times bandwidth; further splits would only add starts and merges. Three
-    fit beside each other.
-    Tiles of 8 bits hold no more positions than those of 16, whose registers they take when widened: three in flight.
+    fit beside each other. Where there are more rows than that, four programs with one tile less in flight were measured
+    ahead, since they need no splits.
     """
     padded = triton.next_power_of_2(width)
-    tile = max(16, min(128, 16_384 // (padded * max(2, itemsize))))
-    return Launch(tile=tile, warps=4, stages=5 if itemsize > 1 else 7, programs=2, resident=3)
+    tile = max(16, min(128, 16_384 // (padded * itemsize)))
+    if rows > 3 and itemsize > 1:
+        return Launch(tile=tile, warps=4, stages=4, programs=3, resident=4)
+    return Launch(tile=tile, warps=4, stages=5, programs=2, resident=3)
 
 
 @lru_cache(maxsize=4096)
@@ -94,12 +98,25 @@ def choose_splits(rows: int, longest: int, multiprocessors: int, tile: int, prog
 
 
 @triton.jit
+def _even(pairs, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Of pairs of 8-bit numbers in int16 the first of each, widened."""
+    return (pairs & 0xFF).to(tl.int8).to(KIND, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def _odd(pairs, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """The second of each."""
+    return (pairs >> 8).to(tl.int8).to(KIND, bitcast=True).to(DTYPE)
+
+
+@triton.jit
 def paged_decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, lengths_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
     q_stride, tables_stride, k_stride, v_stride, splits, scale_log2,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, TILE: tl.constexpr,
-    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, OVERLAPPED: tl.constexpr = False,
+    QUANTIZED: tl.constexpr, SPLIT: tl.constexpr, EXACT: tl.constexpr, PAIRED: tl.constexpr = False,
+    OVERLAPPED: tl.constexpr = False,
 ):  # fmt: skip
     """One split of one sequence and KV head. Strides are in elements; q and out are (B, heads, E), contiguous heads."""
     if OVERLAPPED:
@@ -137,7 +154,9 @@ def paged_decode_kernel(
     table = tables_ptr + row * tables_stride
     k_head = k_ptr + head * PAGE * WIDTH
     v_head = v_ptr + head * PAGE * WIDTH
-    acc = tl.zeros([GROUP_PAD, WIDTH_PAD], tl.float32)
+    pair = tl.arange(0, WIDTH_PAD // 2)
+    acc = tl.zeros([GROUP_PAD, WIDTH_PAD // 2 if PAIRED else WIDTH_PAD], tl.float32)
+    acc_odd = acc
     total = tl.zeros([GROUP_PAD], tl.float32)
     largest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
 
@@ -161,16 +180,26 @@ def paged_decode_kernel(
         total = total * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         # Slots that were never written may hold anything: they are read as zeros, for 0 · NaN is NaN.
-        v = tl.load(
-            v_head + (block * v_stride + offset)[:, None] + column[None, :],
-            mask=seen[:, None] & in_width[None, :],
-            other=0.0,
-        )
-        if QUANTIZED:
-            v = v.to(q.dtype)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee" if EXACT else "tf32")
+        v_rows = v_head + (block * v_stride + offset)[:, None]
+        if PAIRED:
+            pairs = tl.load(
+                v_rows.to(tl.pointer_type(tl.int16)) + pair[None, :],
+                mask=seen[:, None] & (pair < WIDTH // 2)[None, :],
+                other=0,
+            )
+            weights = p.to(q.dtype)
+            acc_odd = acc_odd * alpha[:, None]
+            acc = tl.dot(weights, _even(pairs, v_ptr.dtype.element_ty, q.dtype), acc)
+            acc_odd = tl.dot(weights, _odd(pairs, v_ptr.dtype.element_ty, q.dtype), acc_odd)
+        else:
+            v = tl.load(v_rows + column[None, :], mask=seen[:, None] & in_width[None, :], other=0.0)
+            if QUANTIZED:
+                v = v.to(q.dtype)
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee" if EXACT else "tf32")
         largest = new_largest
 
+    if PAIRED:
+        acc = tl.join(acc, acc_odd).reshape(GROUP_PAD, WIDTH_PAD)
     empty = total == 0.0
     acc = acc / tl.where(empty, 1.0, total)[:, None]
     if QUANTIZED:
@@ -251,10 +280,10 @@ def paged_decode(
     kv_heads, page = check_cache(k_NKPE, v_NKPE, q_BHE)
     check_tables(tables_BM, lengths_B, batch, q_BHE.device)
     quantized = check_scales(k_NKPE, k_scale_K, v_scale_K, kv_heads)
-    shape = launch_shape(width, k_NKPE.element_size())
+    rows, chip = max(1, batch * kv_heads), multiprocessors(q_BHE.device)
+    shape = launch_shape(width, k_NKPE.element_size(), rows / chip if splits is None else 0.0)
     if splits is None:
         context = tables_BM.shape[1] * page if longest is None else longest
-        rows, chip = max(1, batch * kv_heads), multiprocessors(q_BHE.device)
         splits = choose_splits(rows, context, chip, shape.tile, shape.programs, shape.resident)
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits: {splits} is not between 1 and {MAX_SPLITS}")
@@ -275,7 +304,8 @@ def paged_decode(
             (width**-0.5 if scale is None else scale) * math.log2(math.e),
             KV_HEADS=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)), PAGE=page,
             WIDTH=width, WIDTH_PAD=max(16, padded), TILE=shape.tile,
-            QUANTIZED=quantized, SPLIT=splits > 1, EXACT=q_BHE.dtype == torch.float32, OVERLAPPED=overlap,
+            QUANTIZED=quantized, SPLIT=splits > 1, EXACT=q_BHE.dtype == torch.float32,
+            PAIRED=quantized and q_BHE.dtype != torch.float32 and _in_pairs(v_NKPE), OVERLAPPED=overlap,
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if splits > 1:
@@ -285,6 +315,11 @@ def paged_decode(
                 OVERLAPPED=overlap, num_warps=4, **({"launch_pdl": True} if overlap else {}),
             )  # fmt: skip
     return out
+
+
+def _in_pairs(pages: torch.Tensor) -> bool:
+    """Whether every row of an 8-bit cache begins at an even byte and has an even number of columns."""
+    return pages.shape[-1] % 2 == 0 and pages.stride(0) % 2 == 0 and pages.data_ptr() % 2 == 0
 
 
 def overlapped(device: torch.device) -> bool:

@@ -21,9 +21,9 @@ from impls.serving.runner import ModelRunner
 from impls.serving.schedule_cost import StepCost, Switch, allowed_speedup
 from impls.serving.scheduler import EngineConfig
 
-#: Tokens (prompts and answers) that a check scores at most in each of the two precisions: float32 products of a model
-#: of 8 billion weights take a third of a second a thousand, and a trace has hundreds of thousands.
-SCORED_TOKENS = 32_768
+#: Arithmetic that the scoring of a check takes at most, in float32: seconds of a large GPU. A trace has hundreds of
+#: thousands of tokens (prompts and answers), which a model of 8 billion weights would score for minutes.
+SCORED_FLOPS = 1.5e14
 #: Fewer steps of the largest batch say nothing.
 FULL_STEPS = 10
 
@@ -154,10 +154,15 @@ class Oracle:
         short = [r.id for r in self.requests if len(result.get(r.id, ())) != r.sampling.max_tokens]
         if short:
             return {"gap": float("inf"), "bound": 0.0, "over": float(len(short)), "divergences": 0.0}
-        return score_tokens(self.exact, self.low, drawn(self.requests, self.seed), result)
+        return score_tokens(self.exact, self.low, drawn(self.requests, self.seed, scored_tokens(self.exact)), result)
 
 
-def drawn(requests: Sequence[Request], seed: int, most: int = SCORED_TOKENS) -> list[Request]:
+def scored_tokens(model: torch.nn.Module) -> int:
+    """How many tokens a check scores at most: two operations a weight and token."""
+    return int(SCORED_FLOPS / (2 * sum(weight.numel() for weight in model.parameters())))
+
+
+def drawn(requests: Sequence[Request], seed: int, most: int) -> list[Request]:
     """Requests in random order, of up to ``most`` tokens together, and one at least."""
     order = list(requests)
     random.Random(seed).shuffle(order)

@@ -245,8 +245,8 @@ def test_compiled_for_hopper_all_programs_are_resident_and_accesses_are_16_bytes
             job = {"kernel": kernel, "arguments": arguments, "warps": launch.warps, "ptx": True}
             jobs.append(job | {"options": {"maxnreg": launch.registers}})
             launches.append(launch)
-            # Five programs beside each other were measured ahead of four, whose registers hold everything.
-            spilled.append(32 if launch == Launch(1, 4096, 4, 96) else 0)
+            # Three programs beside each other were measured ahead of two, whose registers hold everything.
+            spilled.append(40 if launch == Launch(1, 8192, 8, 80) else 0)
     for launch, job, most, report in zip(launches, jobs, spilled, compile_for_hopper(jobs), strict=True):
         assert report["stack"] <= most, job
         assert report["registers"] * 32 * launch.warps <= 65_536, job

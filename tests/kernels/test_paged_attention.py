@@ -103,6 +103,30 @@ def test_a_sequence_does_not_depend_on_its_neighbours_when_the_splits_are_fixed(
         assert torch.equal(alone[0], crowd[row])
 
 
+def test_many_rows_run_side_by_side_without_splits():
+    few, many = launch_shape(128, 2, 1.9), launch_shape(128, 2, 3.9)
+    assert (few.resident, many.resident) == (3, 4)
+    assert choose_splits(512, 16384, 132, many.tile, many.programs, many.resident) == 1
+    assert choose_splits(1024, 4096, 132, many.tile, many.programs, many.resident) == 1
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_an_eight_bit_cache_at_odd_bytes_gives_the_same(kind):
+    """Pairs of columns need even addresses; where rows begin at odd ones they are read one by one."""
+    k, v, tables, lengths, _ = make_cache((70, 33), 2, 16, 32)
+    k, v = ((torch.nan_to_num(pages) * 20).to(kind) for pages in (k, v))
+    room = torch.zeros(v.shape[0], v[0].numel() + 1, dtype=torch.int8, device=DEVICE)
+    room[:, 1:] = v.view(torch.int8).flatten(1)
+    odd = room[:, 1:].view(kind).unflatten(1, v.shape[1:])
+    assert odd.stride(0) % 2 == 1
+    q, scales = draw(2, 4, 32, dtype=torch.float16), torch.full((2,), 0.05, device=DEVICE)
+    paired, apart = (
+        paged_decode(q, k, pages, tables, lengths, splits=2, k_scale_K=scales, v_scale_K=scales) for pages in (v, odd)
+    )
+    torch.testing.assert_close(paired, apart, rtol=2e-3, atol=2e-3)
+    assert not torch.equal(paired[:, :, ::2], paired[:, :, 1::2])
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -259,9 +283,9 @@ def test_what_is_not_supported_is_refused_by_name(change, message):
         paged_decode(q, pages, pages, tables, lengths, splits=change.get("splits"))
 
 
-def decode_job(dtype, cache, width, page, split, group=4, overlapped=False):
+def decode_job(dtype, cache, width, page, split, group=4, overlapped=False, rows=0.0):
     quantized = cache in ("i8", "fp8e4nv")
-    shape = launch_shape(width, {"fp32": 4, "i8": 1, "fp8e4nv": 1}.get(cache, 2))
+    shape = launch_shape(width, {"fp32": 4, "i8": 1, "fp8e4nv": 1}.get(cache, 2), rows)
     scales = "*fp32" if quantized else None
     padded = 1 << (width - 1).bit_length()
     return {
@@ -273,7 +297,7 @@ def decode_job(dtype, cache, width, page, split, group=4, overlapped=False):
             "lse_ptr": "*fp32" if split else None, "q_stride": "i32", "tables_stride": "i32", "k_stride": "i32",
             "v_stride": "i32", "splits": "i32", "scale_log2": "fp32", "KV_HEADS": 8, "GROUP": group, "GROUP_PAD": 16,
             "PAGE": page, "WIDTH": width, "WIDTH_PAD": padded, "TILE": shape.tile, "QUANTIZED": quantized,
-            "SPLIT": split, "EXACT": dtype == "fp32", "OVERLAPPED": overlapped,
+            "SPLIT": split, "EXACT": dtype == "fp32", "OVERLAPPED": overlapped, "PAIRED": quantized and dtype != "fp32",
         },
         "warps": shape.warps,
         "options": {"num_stages": shape.stages},
@@ -296,11 +320,13 @@ def prefill_job(dtype, width, rows, warps, stages, group=4, tile=64):
     }  # fmt: skip
 
 
-def test_decode_does_not_spill_on_hopper_and_three_programs_fit_a_multiprocessor(compile_for_hopper):
-    (report,) = compile_for_hopper([decode_job("bf16", "bf16", 128, 16, False)])
-    assert report["stack"] == 0
-    assert 3 * report["shared"] <= 227 * 1024
-    assert report["registers"] <= 65_536 // (3 * 128)
+def test_decode_does_not_spill_on_hopper_and_its_programs_fit_a_multiprocessor(compile_for_hopper):
+    few, many = decode_job("bf16", "bf16", 128, 16, False), decode_job("bf16", "bf16", 128, 16, False, rows=3.9)
+    narrow = decode_job("bf16", "fp8e4nv", 128, 16, True)
+    for resident, report in zip((3, 4, 3), compile_for_hopper([few, many, narrow]), strict=True):
+        assert report["stack"] == 0
+        assert resident * (report["shared"] + 1024) <= 228 * 1024
+        assert report["registers"] <= 65_536 // (resident * 128)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 from harness.pair import Context
 from harness.workload import Workload
-from impls.serving.case import ServeCase, drawn
+from impls.serving.case import ServeCase, drawn, scored_tokens
 from impls.serving.request import Request, Sampling
 from impls.serving.scheduler import EngineConfig
 from suites.serving.continuous_batching import WORKLOADS as CONTINUOUS
@@ -53,3 +53,10 @@ def test_where_full_decode_steps_went_is_counted_when_graphs_know_it() -> None:
     assert counts["beside_model_share"] == pytest.approx(0.1)
     case.recorder.steps = [(0, full, 0.010)] * 3
     assert "beside_model_share" not in case.counters()
+
+
+def test_a_large_model_scores_fewer_tokens_and_a_small_one_a_whole_trace() -> None:
+    with torch.device("meta"):
+        small, large = (torch.nn.Linear(wide, wide, bias=False) for wide in (11_600, 89_600))
+    assert scored_tokens(small) > 500_000
+    assert 8_000 < scored_tokens(large) < 10_000
