@@ -63,6 +63,7 @@ const library = name => window.pairbenchPlotly ??= new Promise((done, failed) =>
 JS: Final = (
     LIBRARY
     + """
+const NARROW = 480, SHORT = 20;
 const WIDEN = "M0 0H180V50H50V180H0ZM268 0H448V180H398V50H268ZM0 268H50V398H180V448H0ZM398 268H448V448H268V398H398Z";
 const wide = {name: "Fullscreen", title: "Fullscreen", icon: {width: 448, height: 448, path: WIDEN},
     click: plot => document.fullscreenElement ? document.exitFullscreen() : plot.requestFullscreen()};
@@ -76,6 +77,13 @@ const dressed = (figure, node) => {
     for (const axis of [whole.xaxis, whole.yaxis]) {
         Object.assign(axis, {gridcolor: faded(0.1), zerolinecolor: faded(0.1), tickfont: {color: faded(0.6)}});
         axis.title = {...axis.title, font: {size: 14, color: faded(0.6)}};
+    }
+    const named = [...new Set(figure.data.flatMap(trace => trace.y ?? []).filter(y => typeof y == "string"))];
+    if (named.length && node.clientWidth < NARROW) {
+        const short = text => (text.match(/&[^;]+;|./gu) ?? []).slice(0, SHORT);
+        layout.yaxis = {...layout.yaxis, tickvals: named, ticktext: named.map(
+            text => short(text).length < SHORT ? text : short(text).join("") + "…")};
+        layout.xaxis = {...layout.xaxis, nticks: 4, tickangle: 0};
     }
     if (document.fullscreenElement === node) return {...layout, width: innerWidth - 32, height: innerHeight - 32};
     return {...layout, width: node.clientWidth};

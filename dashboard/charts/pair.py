@@ -94,7 +94,7 @@ def roofline(rows: Rows, ceilings: Mapping[str, Any]) -> go.Figure:
             )  # fmt: skip
     fig.update_layout(**layout(height=380))
     fig.update_xaxes(title="arithmetic intensity, FLOP/B", type="log", exponentformat="power", dtick=1)
-    fig.update_yaxes(title="FLOP/s", type="log", exponentformat="SI", automargin=True)
+    fig.update_yaxes(title="FLOP/s", type="log", exponentformat="power", dtick=1, automargin=True)
     return fig
 
 

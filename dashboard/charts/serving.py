@@ -62,13 +62,22 @@ def _load(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {dims[name]}" for name in ("rate", "requests", "concurrency", "batch") if name in dims)
 
 
+def _names(records: Rows) -> list[str]:
+    """Variant and workload of each record, and whatever else tells them apart."""
+    more = [key for key in ("technique", "gpu", "dtype", "ranks") if len({record[key] for record in records}) > 1]
+    found = []
+    for record in records:
+        tells = [f"{record[key]} ranks" if key == "ranks" else str(record[key]) for key in more]
+        found.append(", ".join([record["variant"], record["workload"], *tells]))
+    return found
+
+
 def distributions(records: Rows, family: str, bound: float | None) -> go.Figure:
     """The share of requests (or of tokens, for ITL) that waited at most so long, from the quantiles kept."""
     fig = go.Figure()
-    for at, record in enumerate(records):
+    for at, (record, name) in enumerate(zip(records, _names(records), strict=True)):
         grid = (record.get("serve") or {}).get(family) or []
         if grid:
-            name = f"{record['variant']}, {record['workload']}"
             fig.add_trace(
                 go.Scatter(
                     x=[value for _, value in grid], y=[quantile for quantile, _ in grid], mode="lines+markers",
@@ -89,12 +98,14 @@ def distributions(records: Rows, family: str, bound: float | None) -> go.Figure:
 
 
 def over_time(records: Rows, curve: str, title: str, share: bool) -> go.Figure:
-    """A curve of a serve run over its seconds; each value holds until the next."""
+    """A curve of a serve run over its seconds; each value holds until the next, the last until the run's end."""
     fig = go.Figure()
-    for at, record in enumerate(records):
-        points = (record.get("serve") or {}).get(curve) or []
+    for at, (record, name) in enumerate(zip(records, _names(records), strict=True)):
+        serve = record.get("serve") or {}
+        points = list(serve.get(curve) or [])
         if points:
-            name = f"{record['variant']}, {record['workload']}"
+            if (serve.get("span") or 0.0) > points[-1][0]:
+                points.append([serve["span"], points[-1][1]])
             fig.add_trace(
                 go.Scatter(
                     x=[t for t, _ in points], y=[v for _, v in points], mode="lines", name=esc(cut(name, 50)),

@@ -30,8 +30,8 @@ def render(view: parts.View) -> None:
         st.caption("The series are being judged for the first time; this page fills by itself.")
         return
     everything = judged.verdicts
+    kinds = address.choose_several("Verdicts", "verdict", VERDICTS, LOUD)
     with st.container(horizontal=True):
-        kinds = address.choose_several("Verdicts", "verdict", VERDICTS, LOUD)
         technique = address.choose("Technique", "technique", sorted({v.key.technique for v in everything}))
         gpu = address.choose("GPU type", "gpu", sorted({v.key.gpu for v in everything}))
         metric = address.choose("Metric", "metric", sorted({v.key.metric for v in everything}),

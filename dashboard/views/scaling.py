@@ -76,7 +76,11 @@ def _costs(rows: list[Row]) -> None:
     with left:
         st.subheader("Memory of the fullest rank", anchor="memory")
         if any(row["m_peak_memory"] is not None for row in rows):
-            parts.figure(scaling.by_ranks(rows, lambda r: r["m_peak_memory"], "B", size, ideal=None), "memory")
+            less = any((row["claim"] or {}).get("memory") == "lower" for row in rows)
+            ideal = -1.0 if less else 0.0
+            parts.figure(scaling.by_ranks(rows, lambda r: r["m_peak_memory"], "B", size, ideal=ideal), "memory")
+            st.caption("Ideal memory falls with the ranks, since the technique promises less of it." if less else
+                       "Ideal memory stays: the technique does not promise that ranks share it.")  # fmt: skip
         else:
             parts.nothing("No memory figure.", "None of these records has one.", "")
     with right:

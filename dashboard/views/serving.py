@@ -56,17 +56,22 @@ def render(view: parts.View) -> None:
         parts.nothing("No point.", "No newest serve record here passed with both figures.", "Reasons stand below.")
     ids = [row["id"] for row in passed[: MOST * 3]]
     records = view.source.recent(f"records {' '.join(ids)}", lambda history: queries.records_of(history, ids))
-    kept = [record for record in records if record.get("serve")][:MOST]
-    _distributions(kept)
-    _goodput(kept)
+    have = [record for record in records if record.get("serve")]
+    if len(passed) > MOST and have:
+        st.caption(f"Below, the first {MOST} of {len(passed)} serve runs are shown; filter to see others.")
+    _distributions(have[:MOST], bool(passed))
+    _goodput(have[:MOST])
     st.subheader("All figures", anchor="figures")
     parts.table([_row(row) for row in own], "serving")
 
 
-def _distributions(records: Sequence[dict[str, Any]]) -> None:
+def _distributions(records: Sequence[dict[str, Any]], passed: bool) -> None:
     st.subheader("Waiting times", anchor="waiting")
-    if not records:
+    if not records and passed:
         parts.nothing("No distribution.", "These records keep figures only, no quantiles.", "New runs keep them.")
+        return
+    if not records:
+        parts.nothing("No distribution.", "Only what passed is drawn, and nothing here did.", "Reasons stand below.")
         return
     left, right = st.columns(2)
     with left:
@@ -96,7 +101,7 @@ def _bound(name: str, default: float) -> float:
 def _goodput(records: Sequence[dict[str, Any]]) -> None:
     st.subheader("Goodput under your SLO", anchor="goodput")
     if not records:
-        st.caption("Needs the quantiles of a serve run.")
+        st.caption("Needs the quantiles of a serve run that passed.")
         return
     with st.container(horizontal=True):
         ttft = address.number("TTFT at most, ms", "ttft_ms", 500.0, 0.001, 1e6, 50.0)

@@ -33,10 +33,14 @@ def render(view: parts.View) -> None:
         return
     rows = view.source.recent(f"latest {technique}", lambda history: query.latest(history, technique=technique))
     there = sorted({row["gpu"] for row in rows})
-    if gpu is None and there:
+    newest = gpu is None and bool(there)
+    if newest:
         gpu = max(there, key=lambda name: max(str(r["time"]) for r in rows if r["gpu"] == name))
     own = [row for row in rows if row["gpu"] == gpu]
     _about(technique, known.get(technique), own or rows)
+    if own:
+        others = ", ".join(name for name in there if name != gpu)
+        parts.plain(f"Measured on {gpu}" + (f", the newest; choose above for {others}" if newest and others else ""))
     with st.container(horizontal=True):
         parts.link(view, "history", "Its history", technique=technique, gpu=gpu)
         parts.link(view, "regressions", "Its verdicts", technique=technique, gpu=gpu)
@@ -110,6 +114,7 @@ def _row(row: Row) -> dict[str, Any]:
         "latency": seconds(latency) + spread if latency else "",
         "over baseline": ratio("speedup"),
         "over best one-liner": ratio("speedup_peer"),
+        "predicted": f"{row['predicted_speedup']:.2f}×" if row["predicted_speedup"] else "",
         "throughput": amount(row["m_throughput"], f"{row['unit'] or 'items'}/s") if row["m_throughput"] else "",
         "peak memory": size(row["m_peak_memory"]) if row["m_peak_memory"] is not None else "",
         "limit": row["limit_by"] or "",

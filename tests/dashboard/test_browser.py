@@ -127,6 +127,12 @@ def test_every_page_opens_without_a_fault(browser: Any, address: str, width: int
         watched.settle(name.capitalize())
         wide = watched.page.evaluate("document.documentElement.scrollWidth")
         assert wide <= width, f"{name} is {wide} wide on {width}"
+        if name == "compare":  # its bars have the longest names
+            watched.page.locator(".js-plotly-plot").first.wait_for(timeout=WAIT_MS)
+            share = watched.page.locator(".js-plotly-plot").first.evaluate(
+                "plot => plot._fullLayout._size.w / plot.clientWidth"
+            )
+            assert share > 0.5, f"the bars have {share:.0%} of the figure's width"
     assert watched.faults == []
     context.close()
 

@@ -102,6 +102,29 @@ def test_a_promise_is_kept_only_when_the_whole_interval_is_on_its_side() -> None
     assert claim_rows(wide, {"latency": "lower"})[0]["kept"] == "◇ no clear move"
 
 
+HALF = "0.5 × the baseline's [0.5, 0.5]; "
+
+
+@pytest.mark.parametrize(
+    ("memory", "kept", "words"),
+    [
+        ([(8.0, 0.0), (4.0, 0.0)], "● kept", "none, where the baseline takes some"),
+        ([(8.0, 0.0), (8.0, 4.0)], "● kept", HALF + "none, where the baseline takes some (1 of 2)"),
+        ([(0.0, 0.0)], "◇ no clear move", "1 × the baseline's [1, 1]"),
+        ([(0.0, 8.0)], "✖ not kept: higher", "some, where the baseline takes none"),
+        ([(0.0, 8.0), (8.0, 4.0)], "◇ no clear move", HALF + "some, where the baseline takes none (1 of 2)"),
+    ],
+)  # fmt: skip
+def test_a_memory_of_nothing_is_measured(memory: list[tuple[float, float]], kept: str, words: str) -> None:
+    rows = [
+        _record(variant, 1.0, took[at], workload_id=str(n))
+        for n, took in enumerate(memory)
+        for at, variant in enumerate(("baseline", "optimized"))
+    ]
+    found = next(row for row in claim_rows(rows, {"memory": "lower"}) if row["what"] == "memory")
+    assert (found["kept"], found["measured"], found["workloads"]) == (kept, words, len(memory))
+
+
 def test_a_failed_variant_keeps_no_promise() -> None:
     rows = [_record("baseline", 2.0, 8.0), _record("optimized", 1.0, 1.0, status="wrong")]
     assert claim_rows(rows, {"latency": "lower"})[0]["kept"] == "– not measured"

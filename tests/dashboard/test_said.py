@@ -1,0 +1,85 @@
+"""What pages say of what they show: of which GPU type it is, what is left out, and why there is nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboard.charts import serving
+from dashboard.views import serving as serving_page
+
+Draw = Callable[..., Any]
+Stores = dict[str, Path]
+
+
+def texts(page: Any) -> str:
+    return "\n".join(element.value for kind in ("text", "caption", "info") for element in page.get(kind))
+
+
+def test_a_technique_says_of_which_gpu_type_its_figures_are(draw: Draw, stores: Stores, judged: Any) -> None:
+    said = texts(draw("technique", stores["whole"], technique="add_rms_norm"))
+    assert "Measured on cpu, the newest; choose above for h200, l40s" in said
+    said = texts(draw("technique", stores["whole"], technique="add_rms_norm", gpu="l40s"))
+    assert "Measured on l40s\n" in said
+
+
+def test_serve_runs_that_did_not_pass_are_not_said_to_keep_no_quantiles(draw: Draw, maker: Any) -> None:
+    path = maker.run(0, "h200")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for record in lines:
+        if record.get("kind") == "serve":
+            record |= {"status": "unsettled", "reason": "the machine was busy"}
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines), encoding="utf-8")
+    said = texts(draw("serving", maker.root))
+    assert "Only what passed is drawn, and nothing here did." in said
+    assert "no quantiles" not in said
+
+
+def test_serve_runs_that_are_left_out_are_counted(
+    draw: Draw, stores: Stores, judged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_page, "MOST", 5)
+    assert "the first 5 of 12 serve runs" in texts(draw("serving", stores["whole"]))
+    assert "serve runs are shown" not in texts(draw("serving", stores["one"], variant="baseline", gpu="none"))
+
+
+def record(gpu: str, **serve: Any) -> dict[str, Any]:
+    return {"variant": "baseline", "workload": "load1", "technique": "t", "gpu": gpu, "dtype": "f", "ranks": 1,
+            "serve": serve, "reproduce": ""}  # fmt: skip
+
+
+def test_lines_of_two_gpu_types_have_two_names() -> None:
+    grid = [[0.5, 1.0], [0.9, 2.0]]
+    names = [
+        trace.name
+        for trace in serving.distributions([record("a", ttft=grid), record("b", ttft=grid)], "ttft", None).data
+    ]
+    assert names == ["baseline, load1, a", "baseline, load1, b"]
+    assert [trace.name for trace in serving.distributions([record("a", ttft=grid)], "ttft", None).data] == [
+        "baseline, load1"
+    ]
+
+
+def test_a_curve_holds_its_last_value_until_the_run_ends() -> None:
+    curve = [[0.0, 1.0], [5.0, 4.0]]
+    drawn = serving.over_time([record("a", running=curve, span=10.0)], "running", "requests", share=False).data[0]
+    assert (drawn.x, drawn.y) == ((0.0, 5.0, 10.0), (1.0, 4.0, 4.0))
+    assert curve == [[0.0, 1.0], [5.0, 4.0]], "the record was changed"
+
+
+def test_memory_has_its_ideal_beside_it(draw: Draw, stores: Stores, judged: Any) -> None:
+    page = draw("scaling", stores["whole"], technique="pipeline", gpu="h200")
+    assert "Ideal memory falls with the ranks, since the technique promises less of it." in texts(page)
+    figures = [json.loads(data["figure"]) for data in given(page)]
+    memory = next(figure for figure in figures if figure["layout"]["yaxis"]["title"]["text"] == "B")
+    ideal = next(trace for trace in memory["data"] if trace["name"] == "ideal")
+    assert ideal["y"][2] == ideal["y"][0] / 4
+
+
+def given(page: Any) -> list[Any]:
+    protos = [element.proto for element in page.get("bidi_component")]
+    return [json.loads(proto.json or proto.mixed.json) for proto in protos if proto.component_name == "pairbench_plot"]
