@@ -189,16 +189,19 @@ def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], fl
         "finish": max(now(), request.arrival),
         "status": status,
         "reason": reason,
-        "prompt_tokens": len(request.prompt) if not isinstance(request.prompt, str) else len(request.prompt.split()),
+        "prompt_tokens": heard.prompt or len(request.prompt.split())
+        if isinstance(request.prompt, str)
+        else len(request.prompt),
     }
 
 
 @dataclass
 class Heard:
-    """What came on a stream: (time, characters) of every message with text, and the server's own count of tokens."""
+    """What came on a stream: (time, characters) of every message with text, and the server's own counts of tokens."""
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     count: int | None = None
+    prompt: int = 0
 
     def take(self, data: str, at: float) -> None:
         """One message.
@@ -215,9 +218,10 @@ class Heard:
         if message.get("error"):
             raise StreamError(_message(data.encode()))
         usage = message.get("usage")
-        count = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-        if isinstance(count, int) and not isinstance(count, bool) and count >= 0:
-            self.count = count
+        if isinstance(usage, Mapping):
+            answer, prompt = (_count(usage.get(f"{part}_tokens")) for part in ("completion", "prompt"))
+            self.count = self.count if answer is None else answer
+            self.prompt = prompt or self.prompt
         choices = message.get("choices") or ()
         if not isinstance(choices, Sequence) or not all(isinstance(choice, Mapping) for choice in choices):
             raise StreamError(f"a message's choices are not a list of objects: {data[:60]}")
@@ -225,6 +229,10 @@ class Heard:
             text = choice.get("text")
             if isinstance(text, str) and text:
                 self.arrivals.append((at, len(text)))
+
+
+def _count(said: Any) -> int | None:
+    return said if isinstance(said, int) and not isinstance(said, bool) and said >= 0 else None
 
 
 def _stream(

@@ -120,6 +120,16 @@ def test_nonsense_costs_the_request_that_it_answers(raw: Callable[..., Raw]) -> 
     assert summary.serve["requests"]["finished"] == sum(not reason for _, _, reason in ANSWERS)
 
 
+def test_a_texts_tokens_are_those_that_the_server_counts(raw: Callable[..., Raw]) -> None:
+    counts = {"a": {"completion_tokens": 2, "prompt_tokens": 17}, "b": {"completion_tokens": 2}}
+
+    def answer(connection: socket.socket, prompt: str) -> None:
+        connection.sendall(OK + WORD * 2 + said({"usage": counts[prompt[0]]}) + DONE)
+
+    timeline = replay(Endpoint(raw(answer).url), [Outgoing("a", "a few words", 2), Outgoing("b", "b few words", 2)])
+    assert [entry["prompt_tokens"] for entry in timeline["requests"].values()] == [17, 3]
+
+
 def test_a_server_that_only_keeps_the_connection_alive_is_given_up(raw: Callable[..., Raw]) -> None:
     def trickle(connection: socket.socket, prompt: list[int]) -> None:
         connection.sendall(OK + WORD)
