@@ -121,6 +121,8 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     full = problem.left is None and problem.right is None
     if rounded == 64 and full:
         config = replace(config, beside=("dV", "dK"))  # under a mask the same costs more than it hides
+    if rounded == 256 and full:
+        config = replace(config, beside=("dV",))
     if rounded == 128 and full and not problem.varlen:
         config = replace(config, stagger=(1024, 2))  # under a mask programs fall out of step by themselves
     if capability == (9, 0) and describable and problem.head_dim in (64, 128):

@@ -141,13 +141,6 @@ _BACKWARD: dict[int, tuple[tuple[Tile, tuple[str, ...], float, str], ...]] = {
     256: (
         (Tile(64, 64, 8, 2), ("two passes",), 0.72, _TWO_PASSES),
         (Tile(64, 64, 8, 2), ("two passes", "dV"), 0.60, "the same with dV's product beside dS's arithmetic"),
-        (Tile(64, 64, 8, 2), ("two passes", "dV", "dK"), 0.60, "the same with both products beside other work"),
-        (
-            Tile(32, 64, 8, 2),
-            ("two passes", "dV"),
-            0.60,
-            "half the queries a turn: registers to spare, twice the barriers",
-        ),
     ),
 }
 
