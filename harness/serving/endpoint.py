@@ -163,7 +163,7 @@ def replay(
 
 def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], float]) -> dict[str, Any]:
     """Sends one request and follows its stream; what happened to it, failures included."""
-    heard = Heard()
+    heard, sent = Heard(), now()
     status, reason = "finished", ""
     connection = endpoint.connect()
     try:
@@ -185,6 +185,7 @@ def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], fl
         status, reason = "failed", "the answer has no token"
     return {
         "arrival": request.arrival,
+        "sent": sent,
         "token_times": times,
         "finish": max(now(), request.arrival),
         "status": status,

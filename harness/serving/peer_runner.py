@@ -115,6 +115,8 @@ class PeerRunner:
             "trace_requests_clipped": float(result.trace.clipped),
             # Less work than our own engine has: a server that ends answers early is not to be compared with it.
             "answers_cut_short": float(short),
+            # Waits of its own making (a limit on open requests, a client out of breath) are no doing of the server.
+            "sent_late_s": max(entry["sent"] - entry["arrival"] for entry in entries),
         }
         # What the server holds is not known here: the price that was given is that of all of it.
         return {**event, "samples": samples, "timeline": result.timeline, "counters": counters, "gpus": 1}

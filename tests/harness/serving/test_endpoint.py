@@ -69,6 +69,7 @@ def test_a_limit_on_open_requests_is_waited_for_on_the_requests_own_time(server:
     firsts = sorted(entry["token_times"][0] for entry in timeline["requests"].values())
     assert firsts[2] > firsts[1] + 0.08 > firsts[0] + 0.16
     assert {entry["arrival"] for entry in timeline["requests"].values()} == {0.0}
+    assert sorted(entry["sent"] for entry in timeline["requests"].values())[2] > firsts[1]
 
 
 def test_what_is_no_such_server_is_said_before_anything_is_sent(server: ThreadingHTTPServer) -> None:
