@@ -14,8 +14,8 @@ WORDS: Final = {
     "workload": "Named dimensions, a dtype and a tier (`smoke`, `quick`, `full`).",
     "layer": "Where a technique acts: `kernel`, `graph` or `system`.",
     "claim": "What a technique promises to move, and which way.",
-    "series": "Records of one technique, variant, workload, dtype, GPU type, ranks, metric, clock and cache policy, "
-    "in commit order.",
+    "series": "Records of one technique, variant, workload, dtype, GPU type, ranks, metric, method version, clock and "
+    "cache policy, in commit order.",
     "interval": "95 % interval of the median. Intervals that do not overlap are told from noise; others may not be.",
     "speedup": "Ratio of medians, baseline over variant, from paired rounds. Above 1 is faster.",
     "floor": "The least time that the workload needs on this machine: its work over each ceiling, the largest.",

@@ -79,18 +79,18 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _verdicts(view: parts.View, family: str | None, gpu: str | None) -> None:
     st.subheader("Newest verdicts", anchor="verdicts")
     judged = parts.verdicts(view)
-    found = [
-        v for v in judged.verdicts
-        if v.verdict in ("regressed", "improved", "inconclusive")
-        and gpu in (None, v.key.gpu) and family in (None, v.body.get("family"))
-    ]  # fmt: skip
+    own = [v for v in judged.verdicts if gpu in (None, v.key.gpu) and family in (None, v.body.get("family"))]
+    found = [v for v in own if v.verdict in ("regressed", "improved", "inconclusive")]
     found.sort(key=lambda v: str(v.body.get("date") or ""), reverse=True)
     counts = {name: sum(1 for v in found if v.verdict == name) for name in ("regressed", "improved", "inconclusive")}
     if not found:
-        if judged.whole:
-            plenty = any(v.verdict == "unchanged" for v in judged.verdicts)
+        if judged.whole and judged.verdicts and not own:
+            parts.nothing("Nothing here was judged.", "Verdicts are of what passed on clean trees of this branch.",
+                          "Choose other filters above, or measure such a tree:", "pairbench run")  # fmt: skip
+        elif judged.whole:
+            plenty = any(v.verdict == "unchanged" for v in own)
             parts.nothing(
-                "No change was found.", "Every judged series is within its noise." if plenty else
+                "No change was found.", "Every series that can be judged is within its noise." if plenty else
                 "There are too few runs to tell a change from noise.",
                 "" if plenty else "Verdicts come by themselves once several commits were measured:",
                 None if plenty else "pairbench run",

@@ -27,6 +27,14 @@ def test_a_technique_says_of_which_gpu_type_its_figures_are(draw: Draw, stores: 
     assert "Measured on l40s\n" in said
 
 
+def test_no_change_is_said_of_what_the_filters_show_only(draw: Draw, stores: Stores, judged: Any) -> None:
+    for filters in ({"gpu": "h200", "family": "no such"}, {"gpu": "cpu"}):
+        assert "Nothing here was judged" in texts(draw("overview", stores["whole"], **filters))
+    said = texts(draw("overview", stores["whole"], gpu="l40s"))
+    assert "No change was found.** Every series that can be judged is within its noise" in said
+    assert "No change was found" not in texts(draw("overview", stores["whole"], gpu="h200"))
+
+
 def test_serve_runs_that_did_not_pass_are_not_said_to_keep_no_quantiles(draw: Draw, maker: Any) -> None:
     path = maker.run(0, "h200")
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
