@@ -7,7 +7,8 @@ A place for figures is a pair of HTML comments; what stands between them is repl
 
 Each condition is ``key=value`` over the record's plain keys (``gpu``, ``technique``, ``workload``, ``tier``,
 ``variant``, ``dtype``); the newest passed record of each technique, workload, variant and GPU type is shown. Records of
-a dirty tree count for nothing, so they are left out: what was measured there cannot be measured again.
+a dirty tree count for nothing, so they are left out: what was measured there cannot be measured again. With
+``show=output_rate,itl_p99,allowed_speedup`` the columns after the speedup are these metrics and counters instead.
 """
 
 from __future__ import annotations
@@ -73,16 +74,18 @@ def fill(text: str, records: Sequence[Mapping[str, Any]]) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        return match[1] + markdown(chosen(records, match["query"])) + match[4]
+        conditions = conditions_of(match["query"])
+        shown = tuple(conditions.pop("show", "").split(",")) if "show" in conditions else ()
+        return match[1] + markdown(chosen(records, conditions), shown) + match[4]
 
     return BLOCK.sub(table, text)
 
 
-def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str, Any]]:
-    """The newest record that counts (passed, clean tree) of each technique, workload, variant and GPU type.
+def conditions_of(query: str) -> dict[str, str]:
+    """The conditions of a place.
 
     Raises:
-        UsageError: a condition that is not ``key=value``.
+        UsageError: one that is not ``key=value``.
     """
     conditions = {}
     for part in shlex.split(query):
@@ -90,6 +93,11 @@ def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str
         if not sign:
             raise UsageError(f"figures: {part!r} is not key=value")
         conditions[key] = value
+    return conditions
+
+
+def chosen(records: Sequence[Mapping[str, Any]], conditions: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    """The newest record that counts (passed, clean tree) of each technique, workload, variant and GPU type."""
     newest: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for record in records:
         if record["status"] != "passed" or record["dirty"] is not False:
@@ -102,20 +110,24 @@ def chosen(records: Sequence[Mapping[str, Any]], query: str) -> list[Mapping[str
     return list(newest.values())
 
 
-def markdown(records: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table, and the run and commit that each row comes from."""
+def markdown(records: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> str:
+    """A Markdown table, and the run and commit that each row comes from; ``shown`` as in the module's docstring."""
     from harness.tables import amount, interval, latency, seconds, share, size
 
     if not records:
         return "No record of this that passed on a clean tree is in the committed history yet.\n"
-    lines = [
-        "| GPU type | technique | workload | variant | latency | over baseline | over best one-liner "
-        "| throughput | peak memory | reached | run |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    usual = ("over best one-liner", "throughput", "peak memory", "reached")
+    heads = ["GPU type", "technique", "workload", "variant", "latency", "over baseline", *(shown or usual), "run"]
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for r in records:
         metrics = r["metrics"]
         rate, memory = metrics.get("throughput"), metrics.get("peak_memory")
+        more = [
+            interval(metrics.get("speedup_peer")) + (f" {r['best_peer']}" if r.get("best_peer") else ""),
+            amount(rate["value"], rate["unit"]) if rate else "–",
+            size(memory["value"]) if memory else "–",
+            share(r),
+        ]
         cells = [
             r["gpu"],
             r["technique"],
@@ -123,11 +135,23 @@ def markdown(records: Sequence[Mapping[str, Any]]) -> str:
             r["variant"],
             latency(r) if "latency" in metrics else seconds(0),
             interval(metrics.get("speedup")),
-            interval(metrics.get("speedup_peer")) + (f" {r['best_peer']}" if r.get("best_peer") else ""),
-            amount(rate["value"], rate["unit"]) if rate else "–",
-            size(memory["value"]) if memory else "–",
-            share(r),
+            *([quantity(r, name) for name in shown] or more),
             f"{r['run']} at {(r['commit'] or 'no commit')[:10]}",
         ]
         lines.append("| " + " | ".join(str(c).replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def quantity(record: Mapping[str, Any], name: str) -> str:
+    """A metric or counter of a record in units that a person reads; a dash where the record has none."""
+    from harness.tables import amount, seconds, size
+
+    metric = record["metrics"].get(name)
+    counter = (record.get("counters") or {}).get(name)
+    if metric is None and counter is None:
+        return "–"
+    value = metric["value"] if metric is not None else counter
+    unit = metric["unit"] if metric is not None else "s" if name.endswith("_s") else "1"
+    if unit == "1":
+        return f"{value:.3g}"
+    return seconds(value) if unit == "s" else size(value) if unit == "B" else amount(value, unit)

@@ -44,6 +44,18 @@ def test_a_condition_of_no_known_form_is_named() -> None:
         fill(PLACE.replace("technique=t", "gpu"), [])
 
 
+def test_a_place_shows_the_metrics_and_counters_that_it_asks_for() -> None:
+    metrics = {"latency": metric("latency", 2.0, 2.0, 2.0), "itl_p99": metric("itl_p99", 0.057)}
+    metrics |= {"output_rate": metric("output_rate", 2767.0), "peak_memory": metric("peak_memory", 1024.0)}
+    counters = {"allowed_speedup": 1.3905, "decode_step_s": 0.00718}
+    place = PLACE.replace("technique=t", "technique=t show=output_rate,itl_p99,allowed_speedup,decode_step_s,nothing")
+    filled = fill(place, [record("2026a", 1.0, metrics=metrics, counters=counters)])
+    assert "| output_rate | itl_p99 | allowed_speedup | decode_step_s | nothing | run |" in filled
+    assert "| 2.77 ktokens/s | 57 ms | 1.39 | 7.18 ms | – | 2026a" in filled
+    assert "peak memory" not in filled
+    assert fill(filled, [record("2026a", 1.0, metrics=metrics, counters=counters)]) == filled
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
