@@ -73,15 +73,15 @@ def decode_config(workload: Workload, **switches: Any) -> EngineConfig:
 
 
 def decode_slots(workload: Workload) -> int:
-    """Sequences at once on a decode rank, so that all ranks together have as many either way.
+    """Sequences at once on a decode rank, so that all ranks together have as many either way."""
+    return int(workload.slots) * workload.ranks // (workload.ranks - int(workload.prefill_ranks))
 
-    Raises:
-        ValueError: no rank would be left to decode.
-    """
-    ranks = workload.ranks - int(workload.prefill_ranks)
-    if ranks < 1:
-        raise ValueError(f"of {workload.ranks} ranks, {workload.prefill_ranks} for prompts leave a role without any")
-    return int(workload.slots) * workload.ranks // ranks
+
+def unfit(workload: Workload) -> str | None:
+    """Why this cannot run: what it needs is not here, or no rank would be left for a role."""
+    if not 0 < int(workload.prefill_ranks) < workload.ranks:
+        return f"of {workload.ranks} ranks, {workload.prefill_ranks} for prompts leave a role without any"
+    return cannot(workload)
 
 
 def side_by_side(workload: Workload, ctx: Context) -> SideBySide:
@@ -144,8 +144,8 @@ PAIR = Pair(
     inputs=inputs,
     oracle=Oracle,
     variants={
-        "baseline": Variant(side_by_side, requires=("ranks>=2",), supports=cannot),
-        "optimized": Variant(apart, requires=("ranks>=2",), supports=cannot),
+        "baseline": Variant(side_by_side, requires=("ranks>=2",), supports=unfit),
+        "optimized": Variant(apart, requires=("ranks>=2",), supports=unfit),
     },
     work=work,
     predict=predict,

@@ -184,9 +184,6 @@ class InRoles(RankedServe):
     """The first ``prefill_ranks`` ranks run prompts, the others decode.
 
     roles: the configurations of a prefill and of a decode rank.
-
-    Raises:
-        ValueError: a role would have no rank.
     """
 
     engine: RoleEngine
@@ -199,10 +196,8 @@ class InRoles(RankedServe):
         prefill_ranks: int,
         allowed: Allowed,
     ) -> None:
-        world = ctx.world
-        if not 0 < prefill_ranks < world:
-            raise ValueError(f"of {world} ranks, {prefill_ranks} for prompts leave a role without any")
-        self.prefill_ranks = prefill_ranks
+        world, self.prefill_ranks = ctx.world, prefill_ranks
+        assert 0 < prefill_ranks < world, "a role has no rank"
         self.prefills = ctx.rank < prefill_ranks
         prefill, decode = roles
         super().__init__(workload, ctx, prefill if self.prefills else decode, allowed)

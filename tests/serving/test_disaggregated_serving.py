@@ -31,7 +31,6 @@ CASES = [
     {"key": "decode is slow", "variant": "optimized", "dims": FEW, "slow": {"decode": 0.005}},
     {"key": "prefill is slow", "variant": "optimized", "dims": FEW, "slow": {"prefill": 0.005}},
     {"key": "cancelled", "variant": "optimized", "dims": FEW, "slow": {"decode": 0.01}, "cancel": [1, 4, 7]},
-    {"key": "no rank decodes", "variant": "optimized", "dims": {**FEW, "prefill_ranks": 2}},
 ]
 FOUR = [
     {"key": "two and two", "variant": "optimized", "dims": {**FEW, "requests": 24, "prefill_ranks": 2}},
@@ -104,8 +103,15 @@ def test_what_is_cancelled_ends_where_it_is_and_the_others_go_on(two):
     assert "cancelled" in ends
 
 
-def test_roles_that_leave_a_role_without_a_rank_are_refused(two):
-    assert two["no rank decodes"]["refused"] == "of 2 ranks, 2 for prompts leave a role without any"
+def test_a_division_that_leaves_a_role_without_a_rank_is_skipped_with_its_reason():
+    technique = find("disaggregated_serving")
+    pair, tiny = load_pair(technique), next(w for w in workloads_of(technique) if w.tier == "smoke")
+    for ranks, first in ((2, 2), (2, 0), (4, 5)):
+        for name in pair.variants:
+            reason = pair.variant(name).supports(tiny.replace(ranks=ranks, prefill_ranks=first))
+            assert reason == f"of {ranks} ranks, {first} for prompts leave a role without any"
+    assert pair.variant("optimized").supports(tiny) is None
+    assert "give the file with --trace" in pair.variant("optimized").supports(tiny.replace(trace="azure.csv"))
 
 
 def test_what_a_request_waits_for_between_its_first_tokens_is_counted(two):
@@ -134,7 +140,7 @@ def test_two_gpus_give_the_oracles_tokens(tmp_path):
 def test_the_command_checks_and_measures_it_on_two_ranks(tmp_path):
     environment = {**os.environ, "PAIRBENCH_DATA": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "harness", "run", "disaggregated_serving", "--tier", "smoke", "--device", "cpu"]
-    command += ["--set", "requests=8", "--samples", "3", "--slo-ttft", "60", "--json"]
+    command += ["--set", "requests=8", "--samples", "1", "--slo-ttft", "60", "--json"]
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     records = {r["variant"]: r for r in json.loads(found.stdout) if r["type"] == "measurement"}
     assert set(records) == {"baseline", "optimized"}, found.stderr[-2000:]
