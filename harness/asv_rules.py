@@ -8,12 +8,15 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 * with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
 * n/a never takes the place of a number that the same commit has already, and a number of a workload or variant that
   is not measured now stays;
+* numbers that a set-up cache has written down are read from there, not by a process for each, and nothing but finite
+  numbers is taken from any benchmark;
 * results of existing environments hold no path of this machine, and what is on PYTHONPATH is found there too.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import json
 import math
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import asv.commands.run
+import asv.runner
 from asv import util
 from asv.commands.compare import Compare
 from asv.commands.continuous import Continuous
@@ -44,6 +48,8 @@ from harness.commands.options import device
 from harness.gitfacts import GitUnavailable, changed_paths, find_repository
 from harness.provenance import provenance
 
+#: As suites/pair_suite.py has it.
+NUMBERS = "PAIRBENCH_ASV_NUMBERS"
 ASK = """
 import json
 from harness.gitfacts import git_facts, package_root
@@ -72,6 +78,7 @@ def setup() -> None:
     for command in (Compare, Show):
         _wrap(command, lambda conf, args: _prefer_machine(gpu, conf, args))
     _keep_numbers()
+    _read_numbers()
     _name_existing()
 
 
@@ -227,6 +234,46 @@ def _add_back(results: Any, name: str, before: dict[tuple[str, ...], Any]) -> No
     now.update({at: before[at] for at in gone})
     results._results[name] = [now.get(at, math.nan) for at in itertools.product(*wider)]
     results._benchmark_params[name] = wider
+
+
+def _read_numbers() -> None:
+    """Suites say in ``PAIRBENCH_ASV_NUMBERS`` what each metric gives; a process for each would give the same."""
+    os.environ[NUMBERS] = "numbers.json"
+    original = asv.runner._run_benchmark_single_param
+
+    def single(
+        benchmark: Any, spawner: Any, param_idx: int | None, profile: bool, extra_params: Any, cwd: str | None
+    ) -> Any:
+        told = None
+        if cwd and param_idx is not None and not profile:
+            told = _written(cwd, benchmark["name"], param_idx)
+        if told is None or param_idx is None:
+            return _only_numbers(original(benchmark, spawner, param_idx, profile, extra_params, cwd))
+        place = list(itertools.product(*benchmark["params"]))[param_idx]
+        said = f"For parameters: {', '.join(place)}\n{told['output']}".strip() if told.get("output") else ""
+        return asv.runner.BenchmarkResult([told.get("value", math.nan)], [None], [None], 0, said, None)
+
+    asv.runner._run_benchmark_single_param = single
+
+
+def _only_numbers(result: Any) -> Any:
+    """What asv would store and break on later (inf, text, mappings) is n/a, with the reason; a fault stays one."""
+    (value,) = result.result
+    if value is None or _is_nan(value) or (type(value) in (int, float) and math.isfinite(value)):
+        return result
+    said = f"{result.stderr}\nn/a: {value!r} is no finite number, which asv cannot hold".strip()
+    return result._replace(result=[math.nan], samples=[None], number=[None], stderr=said)
+
+
+def _written(cache: str, name: str, index: int) -> dict[str, Any] | None:
+    """The number or n/a of that place; None where there is none: a fault, or a suite that writes nothing down."""
+    metric: list[dict[str, Any] | None] = _numbers(Path(cache, os.environ[NUMBERS])).get(name.rpartition(".")[2], [])
+    return metric[index] if index < len(metric) else None
+
+
+@functools.lru_cache(maxsize=1)
+def _numbers(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _is_nan(value: Any) -> bool:

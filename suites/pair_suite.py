@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import abc
 import ast
+import contextlib
 import hashlib
 import importlib
+import io
+import itertools
 import json
 import math
 import os
@@ -39,6 +42,8 @@ TIMEOUT_S = {"smoke": 1800.0, "quick": 2 * 3600.0, "full": 6 * 3600.0, "all": 8 
 #: States that are faults: asv shows them as failed. Any other state without a number is n/a.
 FAULTS = ("wrong", "error", "timeout", "implausible")
 NO_WORKLOAD = "(no workload of this tier)"
+#: Names the file beside asv's cache that holds every number already, so that asv's plugin need not fork for each.
+NUMBERS = "PAIRBENCH_ASV_NUMBERS"
 
 Figures = Mapping[str, float | str]
 F = TypeVar("F", bound=Callable[..., float])
@@ -124,7 +129,22 @@ class PairSuite(abc.ABC):
         """Returns ``self.measure()``; each class needs this method in its own body."""
 
     def measure(self) -> Figures:
-        """Every figure of the technique at the commit under test; ``{"problem": why}`` where it cannot be measured."""
+        """Every figure of the technique at the commit under test; ``{"problem": why}`` where it cannot be measured.
+
+        asv keeps the figures; where its plugin asks for them, the numbers of all metrics are written down beside it.
+        """
+        figures = self._measure()
+        if name := os.environ.get(NUMBERS):
+            Path(name).write_text(json.dumps(self._numbers(figures), allow_nan=False), encoding="utf-8")
+        return figures
+
+    def _numbers(self, figures: Figures) -> dict[str, list[dict[str, Any] | None]]:
+        """By metric, in the order of the parameters: a number, n/a with what it printed, or None for a fault."""
+        metrics = [name for name in dir(self) if name.startswith("track_")]
+        places = list(itertools.product(*self.params))
+        return {name: [_told(getattr(self, name), figures, *place) for place in places] for name in metrics}
+
+    def _measure(self) -> Figures:
         if not self.workloads:
             return {"problem": f"{self.technique} has no workload of tier {tier()}"}
         try:
@@ -172,6 +192,17 @@ class PairSuite(abc.ABC):
     def track_inverse_speedup_peer(self, figures: Figures, workload: str, variant: str) -> float:
         """The inverse of the speedup over the best one-line peer."""
         return inverse(figures, workload, variant, "speedup_peer")
+
+
+def _told(metric: Callable[..., float], *arguments: Any) -> dict[str, Any] | None:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            value = metric(*arguments)
+        except NotImplementedError:
+            return {"output": printed.getvalue()}
+        except Exception:  # asv shall meet it itself, and show where it was raised
+            return None
+    return {"value": value} if type(value) is float and math.isfinite(value) else None
 
 
 def number(figures: Figures, workload: str, variant: str, metric: str) -> float:

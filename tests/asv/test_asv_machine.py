@@ -84,6 +84,31 @@ def test_an_old_reading_is_taken_anew_and_compared_with_the_last(
     assert probes == [True, False, False]
 
 
+@pytest.mark.parametrize(("took", "fresh"), [(1.0, 60.0), (4.0, 80.0), (100.0, 300.0)])
+def test_a_reading_that_took_long_stays_fresh_for_longer(
+    probes: list[bool],
+    clock: list[float],
+    state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    took: float,
+    fresh: float,
+) -> None:
+    quick = machine.probe
+
+    def slow(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        clock[0] += took
+        return quick(*args, **kwargs)
+
+    monkeypatch.setattr(machine, "probe", slow)
+    watch().begin()
+    clock[0] += fresh - 0.1
+    neighbour = watch()
+    assert neighbour.begin() is None
+    assert neighbour.end() is None
+    clock[0] += 0.2
+    assert neighbour.end() is not None
+
+
 @pytest.mark.parametrize("changes", [{"commit": "abd"}, {"gpu": "other"}, {"machine": "there"}])
 def test_another_commit_or_machine_has_a_reading_of_its_own(
     probes: list[bool], clock: list[float], state: Path, changes: dict[str, str]

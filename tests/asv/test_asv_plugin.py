@@ -191,6 +191,34 @@ class Bare:
         return str(util.check_output([sys.executable, "-S", *args], display_error=False, **kwargs))
 
 
+def test_numbers_are_read_from_the_cache_and_only_what_is_missing_there_is_run(tmp_path: Path) -> None:
+    code = """
+import asv.runner
+from asv.runner import run_benchmark
+def forked(benchmark, spawner, param_idx, profile, extra_params, cwd):
+    value, said = [None, {"a": 1}, float("inf"), float("nan"), 5.0][param_idx], "fault" if param_idx == 0 else ""
+    return asv.runner.BenchmarkResult([value], [None], [None], 1 - bool(param_idx), said, None)
+asv.runner._run_benchmark_single_param = forked
+from harness import asv_rules
+asv_rules._read_numbers()
+cache = os.environ["HOME"]
+with open(os.path.join(cache, os.environ[asv_rules.NUMBERS]), "w") as file:
+    json.dump({"track_a": [None, {"value": 0.5}, {"output": "n/a: busy"}]}, file)
+def told(metric, places, **more):
+    benchmark = {"name": "f.t.T." + metric, "params": [["'w'"], places]}
+    found = run_benchmark(benchmark, None, **{"profile": False, "cwd": cache, **more})
+    return [[v if v == v else "n/a" for v in found.result], found.stderr, found.errcode]
+short, places = ["'x'", "'y'", "'z'"], ["'x'", "'y'", "'z'", "'u'", "'v'"]
+print(json.dumps([told("track_a", short), told("track_b", places), told("track_a", short, profile=True)]))
+"""
+    written, run, profiled = asv(code, tmp_path)
+    assert written == [[None, 0.5, "n/a"], "fault\n\nFor parameters: 'w', 'z'\nn/a: busy", 1]
+    assert run[0] == [None, "n/a", "n/a", "n/a", 5.0]
+    assert "n/a: {'a': 1} is no finite number" in run[1]
+    assert "n/a: inf is no finite number" in run[1]
+    assert profiled[0] == [None, "n/a", "n/a"]
+
+
 def test_a_number_stays_when_its_workload_or_variant_is_no_more(tmp_path: Path) -> None:
     code = """
 from asv.results import Results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -175,6 +176,31 @@ def test_every_number_is_better_when_lower(made: Any) -> None:
         "track_inverse_speedup_peer": 1.25,
     }
     assert slow == {"track_latency": 0.5, "track_inverse_throughput": 0.25, "track_peak_memory": 0.0}
+
+
+def test_every_number_is_written_down_beside_the_cache_when_asvs_plugin_asks(
+    made: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer(monkeypatch, {**FIGURES, "small/optimized/status": "error: because", "small/baseline/latency": math.inf})
+    monkeypatch.chdir(tmp_path)
+    suite = made()
+    suite().setup_cache()
+    assert not (tmp_path / "numbers.json").exists()
+    monkeypatch.setenv(pair_suite.NUMBERS, "numbers.json")
+    figures = suite().setup_cache()
+    told = json.loads((tmp_path / "numbers.json").read_text())
+    assert set(told) == {name for name in vars(PairSuite) if name.startswith("track_")}
+    assert {len(metric) for metric in told.values()} == {3}
+    assert told["track_inverse_throughput"][0] == {"value": 0.25}
+    assert told["track_inverse_throughput"][1] is None  # a fault is met again, by asv
+    liger = {"output": "n/a: skipped: this commit has no such workload or variant\n"}
+    assert told["track_latency"] == [{"output": "n/a: latency is inf, which asv cannot hold\n"}, None, liger]
+    assert suite().track_inverse_throughput(figures, suite.params[0][0], "baseline") == 0.25
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, "fast", {"a": 1}, True])
+def test_what_a_metric_of_a_suite_itself_gives_wrong_is_not_written_down(value: Any) -> None:
+    assert pair_suite._told(lambda figures: value, FIGURES) is None
 
 
 def test_names_and_units_of_what_is_inverted_say_so(made: Any) -> None:
