@@ -150,7 +150,7 @@ def quantity(record: Mapping[str, Any], name: str) -> str:
     counter = (record.get("counters") or {}).get(name)
     if metric is None and counter is None:
         return "–"
-    value = metric["value"] if metric is not None else counter
+    value = float(metric["value"] if metric is not None else counter or 0.0)
     unit = metric["unit"] if metric is not None else "s" if name.endswith("_s") else "1"
     if unit == "1":
         return f"{value:.3g}"
