@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from pathlib import Path
 
 import pytest
@@ -107,9 +109,7 @@ def test_a_workload_that_cannot_be_served_says_why():
     pair, workload = smoke("continuous_batching", requests=8, cache_tokens=32)
     ctx = context(workload)
     inputs = Inputs(pair.inputs(workload, ctx), 3)
-    with pytest.raises(
-        RuntimeError, match=r"\d of 8 requests were not served: r\d+ refused: .* the cache of 32"
-    ):
+    with pytest.raises(RuntimeError, match=r"\d of 8 requests were not served: r\d+ refused: .* the cache of 32"):
         served(pair, workload, "optimized", ctx, inputs)
     _, workload = smoke("continuous_batching", slots=65)
     with pytest.raises(UsageError, match="give --set step_tokens=65 or more"):
@@ -202,16 +202,22 @@ def test_continuous_batching_reaches_most_of_what_the_schedules_allow():
     pair, workload = smoke("continuous_batching")
     ctx = context(workload)
     inputs = Inputs(pair.inputs(workload, ctx), 3)
-    spans, allowed = {}, []
-    for variant in ("baseline", "optimized"):
-        case = served(pair, workload, variant, ctx, inputs)
-        best = float("inf")
-        for _ in range(3):
+    cases = {variant: served(pair, workload, variant, ctx, inputs) for variant in ("baseline", "optimized")}
+    spans, steps = dict.fromkeys(cases, math.inf), {}
+    for _ in range(3):
+        for variant, case in cases.items():
+            # Seconds of this process alone: neighbours take the machine for some steps and not for others.
+            case.engine.clock = time.process_time
             case.run()
-            best = min(best, summarize(case.timeline()).serve["span"])
-        spans[variant] = best
-        allowed.append(case.counters()["allowed_speedup"])
-    assert spans["baseline"] / spans["optimized"] >= 0.8 * min(allowed)
+            span = summarize(case.timeline()).serve["span"]
+            if span < spans[variant]:
+                spans[variant], steps[variant] = span, case.recorder.steps
+    # One price for both schedules, from the steps of both: small batches and large ones.
+    cost = StepCost.fit(steps["baseline"] + steps["optimized"])
+    assert cost is not None
+    allowed = allowed_speedup(inputs["requests"], cases["optimized"].config, cost)
+    assert allowed > 1.1
+    assert spans["baseline"] / spans["optimized"] >= 0.8 * allowed
 
 
 @pytest.mark.slow
