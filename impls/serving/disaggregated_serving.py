@@ -25,6 +25,9 @@ wherever prompts and answers do not come in the proportion that the ranks were d
 holds the prefill rank back, and TTFT grows. Throughput is not promised: the same FLOPs and bytes are spread over the
 same GPUs, and less evenly.
 
+Blocks leave when their prompt is complete, in pieces of some layers. To send each layer while the next is computed
+("Splitwise", section 4) would hide what the table calls transfer: a hundredth of the prompt's own time over NVLink.
+
 ``predict`` is the ratio of the two run times with all requests there at once: both schedules are run at a price of 1 a
 step and 1 / n a token, n tokens being what a step runs in the time that reading the weights takes; apart the slower
 role decides, as if neither had to wait for the other. So it is the most that can be gained, by the wider batches of a
