@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,9 +40,12 @@ def figures(
     store: Annotated[Path, typer.Option(help="The committed history.")] = Path("results/history"),
 ) -> None:
     """Fills the tables of README and docs from the committed history."""
-    from harness.history.store import Store
+    from harness.history.store import Store, describe
 
-    records = [r for r in Store(store).read() if r["type"] == "measurement"]
+    reading = Store(store).read()
+    records = [r for r in reading if r["type"] == "measurement"]
+    if reading.damage:  # the tables are made of what is sound
+        print(f"warning: {describe(reading.damage)}", file=sys.stderr)
     stale = []
     for path in _files(paths or [Path("README.md"), Path("docs")]):
         text = path.read_text(encoding="utf-8")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from harness.cli import make_app
 from harness.commands.figures import fill
 from harness.commands.inspect import _print_run
 from harness.errors import UsageError
 from harness.record import metric
 
+ROOT = Path(__file__).parents[2]
 PLACE = "before\n<!-- figures: technique=t -->\nold\n<!-- end figures -->\nafter\n"
 
 
@@ -54,6 +58,19 @@ def test_a_place_shows_the_metrics_and_counters_that_it_asks_for() -> None:
     assert "| 2.77 ktokens/s | 57 ms | 1.39 | 7.18 ms | – | 2026a" in filled
     assert "peak memory" not in filled
     assert fill(filled, [record("2026a", 1.0, metrics=metrics, counters=counters)]) == filled
+
+
+def test_a_damaged_line_is_told_and_the_tables_are_made_of_the_rest(tmp_path: Path) -> None:
+    sound = next(path for path in (ROOT / "results" / "history").glob("*/*.jsonl"))
+    folder, page = tmp_path / "history" / sound.parent.name, tmp_path / "page.md"
+    folder.mkdir(parents=True)
+    first = sound.read_text().splitlines()[0]
+    (folder / sound.name).write_text(first + "\n" + '{"half of a rec\n')
+    page.write_text(PLACE)
+    done = CliRunner().invoke(make_app(), ["figures", "--write", "--store", str(tmp_path / "history"), str(page)])
+    assert done.exit_code == 0, done.output
+    assert f"{sound.name}:2" in done.stderr
+    assert "No record of this" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from harness.workload import parse_workload
 from impls.parallel import collectives, context_parallel, tensor_parallel
 from impls.parallel.shared import hidden_share, own_part, ring_bytes, split_sizes, train_flops
 
-TECHNIQUES = ("collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap", "zero")
+TECHNIQUES = (
+    "collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap", "zero",
+    "expert_parallel",
+)  # fmt: skip
 MODEL = {"layers": 3, "width": 64, "ffn": 176, "heads": 8, "kv_heads": 8, "vocab": 256, "batch": 2, "seq": 32}
 
 

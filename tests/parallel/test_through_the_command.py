@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-TECHNIQUES = ("collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap", "zero")
+TECHNIQUES = (
+    "collectives", "data_parallel", "tensor_parallel", "tp_decode", "context_parallel", "overlap", "zero",
+    "expert_parallel",
+)  # fmt: skip
 
 
 @pytest.mark.slow
