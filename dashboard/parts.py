@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import pandas as pd
 import streamlit as st
@@ -157,11 +158,12 @@ def table(
     name: str,
     columns: Mapping[str, Any] | None = None,
     height: int | None = None,
-    select: bool = False,
+    select: Sequence[str] = (),
     label: str = "Download as CSV",
     order: Sequence[str] | None = None,
 ) -> int | None:
-    """A table that sorts, searches and downloads. With ``select``, the place of the row that is selected."""
+    """A table that sorts, searches and downloads. With ``select``, the columns that name a row, the place of the row
+    that is selected: where other rows come, none is, since the browser keeps a place and not what stood there."""
     shown = list(order) if order is not None else list(dict.fromkeys(key for row in rows for key in row))
     frame = pd.DataFrame([{key: _cell(row.get(key)) for key in shown} for row in rows], columns=shown)
     more: dict[str, Any] = {"on_select": "rerun", "selection_mode": "single-row"} if select else {}
@@ -174,7 +176,7 @@ def table(
         placeholder="",
         column_config={key: value for key, value in settings.items() if key in shown},
         height=height if height is not None else min(36 * (len(rows) + 1) + 3, 420),
-        key=f"table {name}",
+        key=f"table {name}" + (f" {_names(rows, select)}" if select else ""),
         **more,
     )
     st.download_button(
@@ -190,6 +192,11 @@ def table(
         return None
     picked = list(getattr(event, "selection", {}).get("rows") or [])
     return picked[0] if picked and picked[0] < len(rows) else None
+
+
+def _names(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+    """A short word that is another one where other rows, or the same in another order, are shown."""
+    return f"{crc32(repr([[row.get(column) for column in columns] for row in rows]).encode()):08x}"
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) 
     picked = None
     with parts.unfolded("The same as a table", "coverage") as seen:
         if seen:
-            picked = parts.table([_row(row) for row in rows], "coverage", select=True)
+            picked = parts.table([_row(row) for row in rows], "coverage", select=("technique", "GPU type"))
     cell = (rows[picked]["technique"], rows[picked]["gpu"]) if picked is not None else (None, None)
     parts.opens(view, "coverage row", cell if picked is not None else None, "technique", technique=cell[0], gpu=cell[1])
 
@@ -114,7 +114,7 @@ def _verdicts(view: parts.View, family: str | None, gpu: str | None) -> None:
         }
         for v in found[:NEWEST]
     ]
-    picked = parts.table(rows, "newest-verdicts", select=True)
+    picked = parts.table(rows, "newest-verdicts", select=("technique", "variant", "workload", "metric", "GPU type"))
     word = found[picked].key.text if picked is not None else None
     parts.opens(view, "verdict row", word, "regressions", series=word)
     parts.link(view, "regressions", "All verdicts")
@@ -140,7 +140,7 @@ def _gpus(view: parts.View) -> None:
                 "device": row["gpu_name"] or "",
             }
         )
-    picked = parts.table(shown, "gpu-types", select=True)
+    picked = parts.table(shown, "gpu-types", select=("GPU type",))
     run = rows[picked]["run"] if picked is not None else None
     parts.opens(view, "gpu row", run, "runs", run=run)
     if any(row["nightly_late"] for row in rows):

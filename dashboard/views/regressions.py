@@ -116,7 +116,7 @@ def _detail(view: parts.View, rows: list[dict[str, Any]], found: list[Verdict]) 
     picked = None
     if rows:
         picked = parts.table(
-            rows, "regressions", select=True,
+            rows, "regressions", select=("series",),
             columns={"open": st.column_config.LinkColumn("open", display_text="series"), "series": None},
         )  # fmt: skip
     chosen = rows[picked]["series"] if picked is not None else None

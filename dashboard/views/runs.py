@@ -31,7 +31,7 @@ def render(view: parts.View) -> None:
         return
     if len(rows) == 1000:
         st.caption("The newest 1000 runs are listed.")
-    picked = parts.table([_row(row) for row in shown], "runs", select=True)
+    picked = parts.table([_row(row) for row in shown], "runs", select=("run",))
     chosen = shown[picked]["run"] if picked is not None else None
     if parts.newly("run row", chosen):
         address.put("run", chosen)

@@ -232,6 +232,25 @@ def test_the_same_row_opens_its_page_again(watched: Watched, address: str) -> No
     assert watched.faults == []
 
 
+def test_a_row_that_is_selected_stays_the_one_that_was_whatever_the_filters_show(
+    watched: Watched, address: str
+) -> None:
+    page = watched.page
+    page.goto(f"{address}/runs")
+    watched.settle("Runs")
+    page.wait_for_timeout(4000)  # until the verdicts are in, after which the page draws itself once more
+    _select_row(watched, 3)
+    page.wait_for_url("**/runs?run=*", timeout=WAIT_MS)
+    run = query_of(page.url)["run"]
+    page.get_by_test_id("stMain").get_by_test_id("stSelectbox").first.get_by_role("combobox").click()
+    page.get_by_role("option", name="l40s").click()
+    page.wait_for_url("**gpu=l40s", timeout=WAIT_MS)
+    watched.settle("Runs")
+    page.wait_for_timeout(2000)
+    assert query_of(page.url) == {"run": run, "gpu": ["l40s"]}
+    assert watched.faults == []
+
+
 def _select_row(watched: Watched, number: int) -> None:
     """Tick a row of the first table; it is a canvas, so by its place."""
     box = watched.page.get_by_test_id("stDataFrame").first.bounding_box()
