@@ -34,7 +34,8 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _events(pair: Pair, raw: dict[str, Any], folder: Path, **job: Any) -> dict[str, dict[str, Any]]:
     workload = parse_workload(pair.name, raw, "test")
     out = folder / "events.jsonl"
-    asked = MeasureJob(pair.name, (workload,), tuple(pair.variants), "cpu", str(out), **{"samples": 3, **job})
+    names = job.pop("variants", tuple(pair.variants))
+    asked = MeasureJob(pair.name, (workload,), names, "cpu", str(out), **{"samples": 3, **job})
     events = Events(out, 0)
     Measurement(pair, workload, asked, Agreement(0, 1), events).run()
     events.close()
@@ -74,6 +75,19 @@ def test_a_serve_run_gives_tokens_and_a_timeline(toys: None, tmp_path: Path) -> 
     assert len(found["optimized"]["timeline"]["requests"]) == 8
     assert found["loses"]["status"] == "wrong"
     assert "r2" in found["loses"]["reason"]
+
+
+def test_a_serve_run_replays_its_trace_no_oftener_than_the_measuring_page_says(
+    toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pairbench_toys import toy_serve
+
+    runs: list[str] = []
+    once = toy_serve.OneByOne.run
+    monkeypatch.setattr(toy_serve.OneByOne, "run", lambda self: (runs.append(type(self).__name__), once(self))[1])
+    found = _events(toy_serve.PAIR, toy_serve.WORKLOADS[0], tmp_path, variants=("baseline", "optimized"), budget_s=0.0)
+    assert found["optimized"]["status"] == "passed"
+    assert runs.count("Batched") == 7
 
 
 def _pair(**variants: Any) -> Pair:
