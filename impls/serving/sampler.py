@@ -96,20 +96,23 @@ def keep_top_k(logits_BV: Tensor, draws: Draws) -> Tensor:
 def keep_top_p(logits_BV: Tensor, draws: Draws) -> Tensor:
     """Sets to -inf what is outside each row's nucleus: the fewest most likely tokens that reach p together.
 
-    The most likely token always stays, and so do ties with the last one kept.
+    The most likely token always stays, and so do ties with the last one kept: of logits, since probabilities that are
+    close round to the same number.
     """
     if not draws.any_top_p:
         return logits_BV
-    probabilities_BV = logits_BV.softmax(dim=-1)
-    candidates = torch.topk(probabilities_BV, min(CANDIDATES, logits_BV.shape[1]), dim=-1).values
+    total_B1 = logits_BV.logsumexp(dim=-1, keepdim=True)
     p_B1 = draws.top_ps_B.unsqueeze(1)
-    short = (candidates.double().sum(dim=-1, keepdim=True) < p_B1) & (p_B1 < 1.0)
+    candidates = torch.topk(logits_BV, min(CANDIDATES, logits_BV.shape[1]), dim=-1).values
+    masses = (candidates - total_B1).double().exp()
+    short = (masses.sum(dim=-1, keepdim=True) < p_B1) & (p_B1 < 1.0)
     if bool(short.any()):
-        candidates = probabilities_BV.sort(dim=-1, descending=True).values
-    before = candidates.double().cumsum(dim=-1) - candidates
+        candidates = logits_BV.sort(dim=-1, descending=True).values
+        masses = (candidates - total_B1).double().exp()
+    before = masses.cumsum(dim=-1) - masses
     kept = (before < p_B1).sum(dim=-1, keepdim=True).clamp(min=1)
     smallest_kept = candidates.gather(1, kept - 1)
-    cut = (p_B1 < 1.0) & (probabilities_BV < smallest_kept)
+    cut = (p_B1 < 1.0) & (logits_BV < smallest_kept)
     return logits_BV.masked_fill(cut, -torch.inf)
 
 

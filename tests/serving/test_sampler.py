@@ -122,6 +122,13 @@ def test_greedy_rows_take_the_largest_among_rows_that_draw():
     assert torch.equal(tokens[[0, 1, 3]], logits.argmax(-1)[[0, 1, 3]])
 
 
+def test_only_equal_logits_are_ties():
+    # So hot that every probability rounds to a third: the two largest logits reach a half, and the third is no tie.
+    draws = Draws.of([(Sampling(temperature=1e30, top_p=0.5), 3)], CPU)
+    assert draws is not None
+    assert keep_top_p(torch.tensor([[1.0, 2.0, 0.0]]) / 1e30, draws).isfinite().tolist() == [[True, True, False]]
+
+
 @pytest.mark.parametrize("temperature", [1e-30, 1e-39, 1e-44, 1e-300])
 def test_the_coldest_draw_is_the_likeliest_token(temperature):
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(2))
