@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Entry:
     check: Verdict | None = None
     memory: memory.Memory | None = None
     parts: dict[str, Any] = field(default_factory=dict)
+    timelines: list[tuple[float, Any]] = field(default_factory=list)
 
     def end(self, status: str, reason: str, **parts: Any) -> None:
         """Settles what became of the variant."""
@@ -44,6 +45,18 @@ class Entry:
             self.parts["timeline"] = self.case.timeline()
         if hasattr(self.case, "choice"):
             self.parts["tuned"] = self.case.choice()
+
+    def heard(self, seconds: float) -> None:
+        """Keeps the timeline of the run that was just timed, if the case has one."""
+        if hasattr(self.case, "timeline"):
+            self.timelines.append((seconds, self.case.timeline()))
+
+    def keep_middle(self, values: Sequence[float]) -> None:
+        """Of the samples that count, the middle one's timeline is the record's, as its latency is their median."""
+        counted = sorted((pair for pair in self.timelines if pair[0] in values), key=lambda pair: pair[0])
+        if counted:
+            self.parts["timeline"] = counted[(len(counted) - 1) // 2][1]
+        self.timelines = []
 
     @property
     def alive(self) -> bool:

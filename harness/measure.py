@@ -315,7 +315,10 @@ class Measurement:
             if entry.variant.changes:
                 entry.case.load(inputs)
             self.events.now(entry.name)
-            return clock.time(entry.case.run)
+            tick = clock.time(entry.case.run)
+            if self.pair.kind == "serve":
+                entry.heard(tick.seconds)
+            return tick
 
         def leave() -> None:
             if exclusive:
@@ -345,6 +348,7 @@ class Measurement:
         if conditions.disturbed:
             entry.parts["conditions"]["unfit"] = "; ".join(conditions.why) or "the machine was disturbed"
         entry.ask()
+        entry.keep_middle(series.values)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from harness import memory
+from harness.entry import Entry
 from harness.job import EventReader, Events, MeasureJob
 from harness.measure import Measurement
 from harness.opcase import OpCase
@@ -88,6 +90,17 @@ def test_a_serve_run_replays_its_trace_no_oftener_than_the_measuring_page_says(
     found = _events(toy_serve.PAIR, toy_serve.WORKLOADS[0], tmp_path, variants=("baseline", "optimized"), budget_s=0.0)
     assert found["optimized"]["status"] == "passed"
     assert runs.count("Batched") == 7
+
+
+def test_a_serve_records_timeline_is_that_of_its_middle_sample() -> None:
+    entry = Entry("optimized", Variant(object))
+    for seconds in (9.0, 2.0, 3.0, 1.0):
+        entry.case = SimpleNamespace(timeline=lambda s=seconds: {"end": s})
+        entry.heard(seconds)
+    entry.ask()
+    assert entry.parts["timeline"] == {"end": 1.0}  # the last run's, where nothing was sampled
+    entry.keep_middle([2.0, 3.0, 1.0])  # 9.0 was the warm-up
+    assert entry.parts["timeline"] == {"end": 2.0}
 
 
 def _pair(**variants: Any) -> Pair:
