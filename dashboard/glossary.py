@@ -71,10 +71,11 @@ name. Bars are B over A in percent; to the right is more, whether that is better
 Series that only one side has stand apart, with what is known of them on the other side.
 """,
     "serving": """
-Up and to the left is better: more tokens a second at less waiting. Points on the Pareto front are larger and joined:
-no other one beats them in both. TTFT is from arrival to the first token, ITL between tokens, per token. Move the SLO
-to see how many requests meet it. The record keeps quantiles, not requests, so that a goodput under two bounds at once
-lies between two ends; both are shown.
+Up and to the left is better: more tokens a second at less waiting. A line is a variant over its loads, everything
+else alike: another model, trace or cache makes another line. Points on the Pareto front have a ring and are joined: no
+variant that serves the same beats them in both. TTFT is from arrival to the first token, ITL between tokens, per token.
+Move the SLO to see how many requests meet it. The record keeps quantiles, not requests, so that a goodput under two
+bounds at once lies between two ends; both are shown.
 """,
     "scaling": """
 The dotted line is ideal: twice the ranks, twice the throughput or half the time. Throughput and latency stand apart,

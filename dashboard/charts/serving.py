@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import plotly.graph_objects as go
 
@@ -15,24 +15,41 @@ from harness.metric_names import METRICS
 from harness.tables import seconds
 
 Rows = Sequence[Mapping[str, Any]]
+#: Dimensions that say how much is asked of an engine, and nothing of what it serves.
+LOAD: Final = ("request_rate", "rate", "requests", "max_concurrency", "concurrency", "batch", "time_scale")
 
 
-def name_of(row: Mapping[str, Any]) -> str:
-    """A line's name: technique, variant and GPU type."""
-    return f"{row['technique']} {row['variant']}, {row['gpu']}"
+def same_service(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """What must be alike for points to be of one curve: all but the variant and the load. Another model, trace or cache
+    is another service, whatever the workload is called."""
+    dims = row["dims"] if isinstance(row["dims"], Mapping) else {}
+    rest = sorted((name, str(value)) for name, value in dims.items() if name not in LOAD)
+    return (*(str(row[name]) for name in ("technique", "gpu", "dtype", "ranks")), str(rest))
+
+
+def _lines(rows: Rows) -> dict[str, list[Mapping[str, Any]]]:
+    """Name → the points of a line over its loads."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["variant"], *same_service(row)), []).append(row)
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups.values():
+        names = {str(row["workload"]) for row in group}
+        names = names if len(names) == 1 else {name.partition("[")[0] for name in names}
+        words = [f"{group[0]['technique']} {group[0]['variant']}", *(names if len(names) == 1 else ()), group[0]["gpu"]]
+        name = ", ".join(words)
+        found[name if name not in found else f"{name}, {len(found) + 1}"] = group
+    return found
 
 
 def curves(rows: Rows, latency: str) -> go.Figure:
-    """Output tokens a second against a latency quantile, a line a variant over its loads; the Pareto front joined."""
+    """Output tokens a second against a latency quantile, a line a variant over its loads; the Pareto front of what
+    serves the same joined."""
     own = [r for r in rows if r["m_output_rate"] and r[f"m_{latency}"]]
-    names = list(dict.fromkeys(name_of(r) for r in own))
-    marks = looks(names)
-    spots = [(r["m_output_rate"], r[f"m_{latency}"]) for r in own]
-    front = pareto(spots)
+    found = _lines(own)
     fig = go.Figure()
-    for name in names:
-        group = sorted((r for r in own if name_of(r) == name), key=lambda r: r["m_output_rate"])
-        colour, symbol = marks[name]
+    for name, (colour, symbol) in looks(list(found)).items():
+        group = sorted(found[name], key=lambda r: r["m_output_rate"])
         fig.add_trace(
             go.Scatter(
                 x=[r[f"m_{latency}"] for r in group], y=[r["m_output_rate"] for r in group], mode="lines+markers",
@@ -43,10 +60,17 @@ def curves(rows: Rows, latency: str) -> go.Figure:
                            for r in group], hoverinfo="text",
             )
         )  # fmt: skip
-    if front:
+    x: list[float | None] = []
+    y: list[float | None] = []
+    for service in dict.fromkeys(map(same_service, own)):
+        spots = [(r["m_output_rate"], r[f"m_{latency}"]) for r in own if same_service(r) == service]
+        front = [spots[at] for at in pareto(spots)]
+        x += [*(wait for _, wait in front), None]
+        y += [*(rate for rate, _ in front), None]
+    if own:
         fig.add_trace(
             go.Scatter(
-                x=[spots[at][1] for at in front], y=[spots[at][0] for at in front], mode="lines+markers",
+                x=x, y=y, mode="lines+markers", connectgaps=False,
                 name="Pareto front", line={"color": GREY, "dash": "dot", "width": 2}, hoverinfo="skip",
                 marker={"symbol": "circle-open", "size": 17, "color": GREY, "line": {"width": 2}},
             )
@@ -57,9 +81,15 @@ def curves(rows: Rows, latency: str) -> go.Figure:
     return fig
 
 
+def several_loads(rows: Rows) -> bool:
+    """Whether any line has more than one point."""
+    return any(len(group) > 1 for group in _lines(rows).values())
+
+
 def _load(row: Mapping[str, Any]) -> str:
     dims = row["dims"] if isinstance(row["dims"], Mapping) else {}
-    return ", ".join(f"{name} {dims[name]}" for name in ("rate", "requests", "concurrency", "batch") if name in dims)
+    return ", ".join(f"{name.replace('_', ' ')} {dims[name]:g}" if isinstance(dims[name], float) else
+                     f"{name.replace('_', ' ')} {dims[name]}" for name in LOAD if name in dims)  # fmt: skip
 
 
 def _names(records: Rows) -> list[str]:

@@ -50,8 +50,9 @@ def render(view: parts.View) -> None:
     st.subheader("Throughput against latency", anchor="curves")
     if passed:
         parts.figure(serving.curves(passed, latency), "curves")
-        if len({row["workload"] for row in passed}) == 1:
-            st.caption("One load so far: a curve needs several. Workloads with other rates make one.")
+        if not serving.several_loads(passed):
+            st.caption("One load so far: a line needs several, as `pairbench run continuous_batching --request-rate "
+                       "1,2,4` measures them. Another model, trace or cache is another line.")  # fmt: skip
     else:
         parts.nothing("No point.", "No newest serve record here passed with both figures.", "Reasons stand below.")
     ids = [row["id"] for row in passed[: MOST * 3]]

@@ -72,6 +72,28 @@ def test_lines_of_two_gpu_types_have_two_names() -> None:
     ]
 
 
+def load(variant: str, rate: float, output: float, wait: float, **dims: Any) -> dict[str, Any]:
+    return {"technique": "t", "variant": variant, "gpu": "g", "dtype": "f", "ranks": 1, "reproduce": "",
+            "workload": f"{dims.get('model', 'm')}[request_rate={rate}]", "m_output_rate": output, "m_ttft_p99": wait,
+            "dims": {"model": "m", **dims, "request_rate": rate}}  # fmt: skip
+
+
+def test_a_line_and_a_front_join_loads_of_one_service_only() -> None:
+    rows = [load("optimized", rate, 10 * rate, rate) for rate in (1.0, 2.0)]
+    rows += [load("baseline", rate, 5 * rate, 2 * rate) for rate in (1.0, 2.0)]
+    rows += [load("optimized", rate, 100 * rate, rate / 10, model="small") for rate in (1.0, 2.0)]
+    *lines, front = serving.curves(rows, "ttft_p99").data
+    assert {line.name: line.y for line in lines} == {
+        "t optimized, m, g": (10.0, 20.0),
+        "t baseline, m, g": (5.0, 10.0),
+        "t optimized, small, g": (100.0, 200.0),
+    }
+    assert front.y == (10.0, 20.0, None, 100.0, 200.0, None), "one model is no rival of another"
+    assert "request rate 2" in lines[0].hovertext[1]
+    assert serving.several_loads(rows)
+    assert not serving.several_loads([rows[0], rows[4]])
+
+
 def test_a_curve_holds_its_last_value_until_the_run_ends() -> None:
     curve = [[0.0, 1.0], [5.0, 4.0]]
     drawn = serving.over_time([record("a", running=curve, span=10.0)], "running", "requests", share=False).data[0]
