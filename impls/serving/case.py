@@ -13,7 +13,8 @@ import torch
 from harness.pair import Context, Inputs
 from harness.workload import Workload
 from impls.model.resolve import model_for
-from impls.serving.engine import Engine, Output
+from impls.serving.answers import Answers
+from impls.serving.engine import Engine
 from impls.serving.plain_loop import cached_tokens, score_tokens
 from impls.serving.recorder import TIMED_STEPS, Recorder
 from impls.serving.request import Request
@@ -49,7 +50,7 @@ class ServeCase:
         self.engine = Engine(self.runner, config, recorder=self.recorder)
         self.requests: tuple[Request, ...] = ()
         self.trace: dict[str, int] = {}
-        self.tokens: dict[str, list[int]] = {}
+        self.answers = Answers()
 
     def load(self, inputs: Inputs) -> None:
         """Takes the requests; the engine and its cache are as new."""
@@ -64,26 +65,17 @@ class ServeCase:
         Raises:
             RuntimeError: a request was refused or failed, so that this was another workload than the one asked for.
         """
-        self.tokens = {request.id: [] for request in self.requests}
-        self.lost: dict[str, str] = {}
-        self.engine.serve(self.requests, self._keep)
-        if self.lost:
-            name, reason = next(iter(self.lost.items()))
-            raise RuntimeError(f"{len(self.lost)} of {len(self.requests)} requests were not served: {name} {reason}")
-
-    def _keep(self, output: Output) -> None:
-        if output.token is not None:
-            self.tokens[output.id].append(output.token)
-        if output.finished in ("refused", "failed"):
-            self.lost[output.id] = f"{output.finished}: {output.reason}"
+        self.answers = Answers()
+        self.engine.serve(self.requests, self.answers.keep)
+        self.answers.require_all(self.requests)
 
     def result(self) -> dict[str, list[int]]:
         """The tokens of each request."""
-        return {key: list(tokens) for key, tokens in self.tokens.items()}
+        return self.answers.of(self.requests)
 
     def poison(self) -> None:
         """Nothing of an earlier run is left to be taken for the next one's."""
-        self.tokens = {}
+        self.answers = Answers()
 
     def timeline(self) -> dict[str, Any]:
         """The events of the last run."""

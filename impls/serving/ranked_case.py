@@ -20,7 +20,8 @@ from harness.pair import Context, Inputs
 from harness.serving.metrics import quantile
 from harness.workload import Workload
 from impls.model.resolve import model_for
-from impls.serving.engine import Engine, Output
+from impls.serving.answers import Answers
+from impls.serving.engine import Engine
 from impls.serving.kv_link import transfer_bytes
 from impls.serving.kv_wire import Wire, WireReceiver, WireSender
 from impls.serving.recorder import Recorder
@@ -86,8 +87,7 @@ class RankedServe:
         self.recorder = Recorder()
         self.requests: tuple[Request, ...] = ()
         self.trace: dict[str, int] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.lost: dict[str, str] = {}
+        self.answers = Answers()
 
     def load(self, inputs: Inputs) -> None:
         """Takes the requests; the engine and its cache are as new."""
@@ -102,35 +102,26 @@ class RankedServe:
         Raises:
             RuntimeError: a request was refused or failed here, so that this was not the workload that was asked for.
         """
-        self.tokens, self.lost = {}, {}
+        self.answers = Answers()
         self.ranks.align()
         self.serve()
-        if self.lost:
-            name, reason = next(iter(self.lost.items()))
-            raise RuntimeError(f"{len(self.lost)} of {len(self.requests)} requests were not served: {name} {reason}")
+        self.answers.require_all(self.requests)
 
     def serve(self) -> None:
         """This rank's part."""
         raise NotImplementedError
 
-    def keep(self, output: Output) -> None:
-        """Takes a token in, or the end of a request."""
-        if output.token is not None:
-            self.tokens.setdefault(output.id, []).append(output.token)
-        if output.finished in ("refused", "failed"):
-            self.lost[output.id] = f"{output.finished}: {output.reason}"
-
     def result(self) -> dict[str, list[int]]:
         """The tokens of each request, of all ranks."""
         whole: dict[str, list[int]] = {request.id: [] for request in self.requests}
-        for tokens in self.ranks.gather(self.tokens):
+        for tokens in self.ranks.gather(self.answers.tokens):
             for key, part in tokens.items():
                 whole[key].extend(part)
         return whole
 
     def poison(self) -> None:
         """Nothing of an earlier run is left to be taken for the next one's."""
-        self.tokens = {}
+        self.answers = Answers()
 
     def timeline(self) -> dict[str, Any]:
         """The events of the last run on all ranks."""
@@ -177,7 +168,7 @@ class SideBySide(RankedServe):
         """This rank's requests."""
         shares = share_out([len(r.prompt) + r.sampling.max_tokens for r in self.requests], self.ranks.world)
         mine = [request for request, rank in zip(self.requests, shares, strict=True) if rank == self.ranks.rank]
-        self.engine.serve(mine, self.keep)
+        self.engine.serve(mine, self.answers.keep)
 
 
 class InRoles(RankedServe):
@@ -240,7 +231,7 @@ class InRoles(RankedServe):
         while not worker.done:
             self.wake.clear()
             for output in worker.turn():
-                self.keep(output)
+                self.answers.keep(output)
             if not worker.moved:
                 self.wake.wait(self._patience())
         for wire in self.wires:

@@ -1,4 +1,4 @@
-"""What the serving tests share: an engine's runner without a model, and time that passes only when it is told to."""
+"""What the serving tests share: a model and its requests, an engine's runner without a model, and made-up time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Sequence as Items
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from impls.serving.request import PENDING, Sequence
+from impls.model.weights import load_model
+from impls.serving.plain_loop import plain_tokens
+from impls.serving.request import PENDING, Request, Sampling, Sequence
 from impls.serving.scheduler import Step
 
 
@@ -93,3 +96,26 @@ class FakeClock:
 def fake() -> SimpleNamespace:
     """The fake runner, the fake clock, and the answers that the fake model gives."""
     return SimpleNamespace(Runner=FakeRunner, Clock=FakeClock, next_token=next_token, answer_of=answer_of)
+
+
+@pytest.fixture(scope="session")
+def model():
+    """A small model in float32, the same in every test: nobody changes its weights."""
+    return load_model(shape="tiny", seed=1)
+
+
+@pytest.fixture(scope="session")
+def requests():
+    """Prompts and answers of very different lengths, one of them a single token."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [(5, 9), (40, 6), (1, 12), (17, 8), (33, 10), (8, 1), (23, 14)]
+    return [
+        Request(f"r{i}", torch.randint(512, (prompt,), generator=generator).tolist(), Sampling(max_tokens=answer))
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="session")
+def answers(model, requests):
+    """What the plain loop answers to each."""
+    return {request.id: plain_tokens(model, request) for request in requests}

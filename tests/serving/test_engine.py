@@ -22,26 +22,6 @@ from impls.serving.scheduler import EngineConfig
 CONFIG = EngineConfig(max_running=4, max_step_tokens=32, block_size=4, num_blocks=64, context=96)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return load_model(shape="tiny", seed=1)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    generator = torch.Generator().manual_seed(3)
-    lengths = [(5, 9), (40, 6), (1, 12), (17, 8), (33, 10), (8, 1), (23, 14)]
-    return [
-        Request(f"r{i}", torch.randint(512, (prompt,), generator=generator).tolist(), Sampling(max_tokens=answer))
-        for i, (prompt, answer) in enumerate(lengths)
-    ]
-
-
-@pytest.fixture(scope="module")
-def answers(model, requests):
-    return {request.id: plain_tokens(model, request) for request in requests}
-
-
 def serve(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {request.id: [] for request in requests}
 

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from impls.model.weights import load_model
 from impls.serving.engine import NOT_A_TOKEN, Engine, Output
 from impls.serving.kv_link import MemoryLink, Pieces, transfer_bytes
-from impls.serving.plain_loop import plain_tokens
 from impls.serving.recorder import Recorder
 from impls.serving.request import Request, Sampling
 from impls.serving.role_engines import DecodeEngine, PrefillEngine
@@ -110,26 +108,6 @@ def paired(prefill_runner, decode_runner, configs, move, lag=lambda: 0, **more) 
     )
     decode = DecodeEngine(decode_runner, second, recorder=Recorder(), **more)
     return Pair(PrefillWorker(engine, [link.sender]), DecodeWorker(decode, [link.receiver]), link)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return load_model(shape="tiny", seed=1)
-
-
-@pytest.fixture(scope="module")
-def requests():
-    generator = torch.Generator().manual_seed(3)
-    lengths = [(5, 9), (40, 6), (1, 12), (17, 8), (33, 10), (8, 1), (23, 14)]
-    return [
-        Request(f"r{i}", torch.randint(512, (prompt,), generator=generator).tolist(), Sampling(max_tokens=answer))
-        for i, (prompt, answer) in enumerate(lengths)
-    ]
-
-
-@pytest.fixture(scope="module")
-def answers(model, requests):
-    return {request.id: plain_tokens(model, request) for request in requests}
 
 
 def on_model(model, prefill=None, decode=None, lag=lambda: 0) -> Pair:
