@@ -13,7 +13,7 @@ def loss_kernel(
     logits_ptr,
     target_ptr,
     loss_ptr,
-    lse_ptr,
+    norm_ptr,
     stride,
     ignore_index,
     smoothing,
@@ -24,19 +24,21 @@ def loss_kernel(
     UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """The loss and the lse of one row, read once."""
+    """The loss of one row, its maximum and the reciprocal of its sum of exponentials less that, read once."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(target_ptr + row).to(tl.int64)
     if target == ignore_index:
         tl.store(loss_ptr + row, 0.0)
-        tl.store(lse_ptr + row, 0.0)
+        tl.store(norm_ptr + 2 * row, 0.0)
+        tl.store(norm_ptr + 2 * row + 1, 0.0)
     else:
         logits_row = logits_ptr + row * stride
         right = _logit_of(logits_row, target, COLUMNS)
-        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED)
-        lse = maximum + tl.log(power)
-        tl.store(loss_ptr + row, _loss_of(lse, total, right, smoothing, SMOOTHED, COLUMNS))
-        tl.store(lse_ptr + row, lse)
+        base = _base_of(logits_row, SMOOTHED)
+        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED, base)
+        tl.store(loss_ptr + row, _loss_of(maximum, power, base, total, right, smoothing, SMOOTHED, COLUMNS))
+        tl.store(norm_ptr + 2 * row, maximum)
+        tl.store(norm_ptr + 2 * row + 1, 1.0 / power)
 
 
 @triton.jit
@@ -47,17 +49,28 @@ def _logit_of(logits_row, target, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _loss_of(lse, total, right, smoothing, SMOOTHED: tl.constexpr, COLUMNS: tl.constexpr):
-    loss = lse - right
+def _base_of(logits_row, SMOOTHED: tl.constexpr):
+    """What a row's sum is taken less of, so that its mean is right far from zero too: its first logit, if finite."""
+    base = 0.0
     if SMOOTHED:
-        loss = (1.0 - smoothing) * loss + smoothing * (lse - total / COLUMNS)
-    return loss
+        first = tl.load(logits_row).to(tl.float32)
+        base = tl.where(tl.abs(first) < float("inf"), first, 0.0)
+    return base
 
 
 @triton.jit
-def _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS: tl.constexpr, APART: tl.constexpr):
+def _loss_of(maximum, power, base, total, right, smoothing, SMOOTHED: tl.constexpr, COLUMNS: tl.constexpr):
+    # Differences of logits first: maximum + log(power) would round to a unit of the maximum, however small the loss.
+    loss = maximum - right
+    if SMOOTHED:
+        loss = (1.0 - smoothing) * loss + smoothing * ((maximum - base) - total / COLUMNS)
+    return loss + tl.log(power)
+
+
+@triton.jit
+def _gradient_of(x, column, maximum, inverse, target, scale, smoothing, COLUMNS: tl.constexpr, APART: tl.constexpr):
     """scale * (softmax - smoothed target); with APART zero at the target, whose element is kept elsewhere."""
-    share = tl.exp(x.to(tl.float32) - lse) - smoothing / COLUMNS
+    share = tl.exp(x.to(tl.float32) - maximum) * inverse - smoothing / COLUMNS
     return scale * tl.where(column == target, 0.0 if APART else share - (1.0 - smoothing), share)
 
 
@@ -66,7 +79,7 @@ def backward_kernel(
     logits_ptr,
     grad_ptr,
     target_ptr,
-    lse_ptr,
+    norm_ptr,
     scale_ptr,
     count_ptr,
     stride,
@@ -78,7 +91,7 @@ def backward_kernel(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of one piece of a row whose lse is known, perhaps where the logits were."""
+    """The gradient of one piece of a row whose norm is known, perhaps where the logits were."""
     PIECES: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     column = (tl.program_id(0) % PIECES) * BLOCK + tl.arange(0, BLOCK)
@@ -90,12 +103,13 @@ def backward_kernel(
         tl.store(grad_here, zeros, mask=in_row)
     else:
         x = tl.load(logits_ptr + row * stride + column, mask=in_row, other=0.0)
-        lse = tl.load(lse_ptr + row)
+        maximum = tl.load(norm_ptr + 2 * row)
+        inverse = tl.load(norm_ptr + 2 * row + 1)
         scale = tl.load(scale_ptr + row * scale_stride)
         if MEAN:
             scale /= tl.load(count_ptr)
-        grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, False).to(grad_ptr.dtype.element_ty)
-        tl.store(grad_here, grad, mask=in_row)
+        grad = _gradient_of(x, column, maximum, inverse, target, scale, smoothing, COLUMNS, False)
+        tl.store(grad_here, grad.to(grad_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
@@ -139,28 +153,29 @@ def loss_and_gradient_kernel(
         scale = tl.load(scale_ptr)
         # Before the row is read: the barriers that follow keep every write of the gradient behind this load.
         right = _logit_of(logits_row, target, COLUMNS)
-        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED)
-        lse = maximum + tl.log(power)
-        tl.store(loss_ptr + row, _loss_of(lse, total, right, smoothing, SMOOTHED, COLUMNS))
+        base = _base_of(logits_row, SMOOTHED)
+        maximum, power, total = row_statistics(logits_row, COLUMNS, LANES, VECTOR, UNROLL, AHEAD, SMOOTHED, base)
+        inverse = 1.0 / power
+        tl.store(loss_ptr + row, _loss_of(maximum, power, base, total, right, smoothing, SMOOTHED, COLUMNS))
         if APART:
-            own = scale * (tl.exp(right - lse) - smoothing / COLUMNS - (1.0 - smoothing))
+            own = scale * (tl.exp(right - maximum) * inverse - smoothing / COLUMNS - (1.0 - smoothing))
             tl.store(own_ptr + row, tl.where((target >= 0) & (target < COLUMNS), own, 0.0))
         if FULL > 0:
             x_next = tl.load(logits_row + (FULL - 1) * BLOCK + offset, eviction_policy="evict_first")
         if FULL * BLOCK < COLUMNS:
             column = FULL * BLOCK + offset
             x = tl.load(logits_row + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_first")
-            grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, APART).to(element)
-            tl.store(logits_row + column, grad, mask=column < COLUMNS, eviction_policy="evict_first")
+            grad = _gradient_of(x, column, maximum, inverse, target, scale, smoothing, COLUMNS, APART)
+            tl.store(logits_row + column, grad.to(element), mask=column < COLUMNS, eviction_policy="evict_first")
         if FULL > 0:
             for turn in range(1, FULL):
                 x = x_next
                 x_next = tl.load(logits_row + (FULL - 1 - turn) * BLOCK + offset, eviction_policy="evict_first")
                 column = (FULL - turn) * BLOCK + offset
-                grad = _gradient_of(x, column, lse, target, scale, smoothing, COLUMNS, APART).to(element)
-                tl.store(logits_row + column, grad, eviction_policy="evict_first")
-            grad = _gradient_of(x_next, offset, lse, target, scale, smoothing, COLUMNS, APART).to(element)
-            tl.store(logits_row + offset, grad, eviction_policy="evict_first")
+                grad = _gradient_of(x, column, maximum, inverse, target, scale, smoothing, COLUMNS, APART)
+                tl.store(logits_row + column, grad.to(element), eviction_policy="evict_first")
+            grad = _gradient_of(x_next, offset, maximum, inverse, target, scale, smoothing, COLUMNS, APART)
+            tl.store(logits_row + offset, grad.to(element), eviction_policy="evict_first")
 
 
 @triton.jit

@@ -18,8 +18,9 @@ def row_statistics(
     UNROLL: tl.constexpr,
     AHEAD: tl.constexpr,
     TOTAL: tl.constexpr,
+    base=0.0,
 ):
-    """The maximum, the sum of exp(x - maximum) and, with TOTAL, the sum of a long row, read once.
+    """The maximum, the sum of exp(x - maximum) and, with TOTAL, the sum of x - base of a long row, read once.
 
     Each of LANES carries a maximum and a sum of its own over UNROLL vectors of VECTOR neighbouring elements a turn:
     so many loads are in flight, twice as many where the next turn's are issued AHEAD of this turn's arithmetic. Only
@@ -39,30 +40,30 @@ def row_statistics(
         for turn in range(1, FULL):
             x = x_next
             x_next = tl.load(row_ptr + turn * TURN + offset)
-            maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, TOTAL)
-        maximum, power, total = _take_in(x_next.to(tl.float32), maximum, power, total, TOTAL)
+            maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, base, TOTAL)
+        maximum, power, total = _take_in(x_next.to(tl.float32), maximum, power, total, base, TOTAL)
     else:
         for turn in range(FULL):
             x = tl.load(row_ptr + turn * TURN + offset)
-            maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, TOTAL)
+            maximum, power, total = _take_in(x.to(tl.float32), maximum, power, total, base, TOTAL)
     if FULL * TURN < COLUMNS:
         in_row = offset < COLUMNS - FULL * TURN
         x = tl.load(row_ptr + FULL * TURN + offset, mask=in_row, other=float("-inf"))
-        maximum, power, _ = _take_in(x.to(tl.float32), maximum, power, total, False)
+        maximum, power, _ = _take_in(x.to(tl.float32), maximum, power, total, base, False)
         if TOTAL:
-            total += tl.sum(tl.sum(tl.where(in_row, x.to(tl.float32), 0.0), axis=2), axis=0)
+            total += tl.sum(tl.sum(tl.where(in_row, x.to(tl.float32) - base, 0.0), axis=2), axis=0)
     highest = tl.max(maximum, axis=0)
     level = tl.where(highest == float("-inf"), 0.0, highest)
     return highest, tl.sum(power * tl.exp(maximum - level), axis=0), tl.sum(total, axis=0)
 
 
 @triton.jit
-def _take_in(x, maximum, power, total, TOTAL: tl.constexpr):
+def _take_in(x, maximum, power, total, base, TOTAL: tl.constexpr):
     """One turn of every lane: rescale its sum to the risen maximum, then add."""
     risen = tl.maximum(maximum, tl.max(tl.max(x, axis=2), axis=0))
     # Until a lane has seen a finite number its maximum is -inf, and -inf - -inf would be NaN.
     level = tl.where(risen == float("-inf"), 0.0, risen)
     added = tl.sum(tl.sum(tl.exp(x - level[None, :, None]), axis=2), axis=0)
     if TOTAL:
-        total += tl.sum(tl.sum(x, axis=2), axis=0)
+        total += tl.sum(tl.sum(x - base, axis=2), axis=0)
     return risen, power * tl.exp(maximum - level) + added, total

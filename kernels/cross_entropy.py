@@ -1,6 +1,6 @@
 """Cross entropy of a large vocabulary: loss without probabilities, and the gradient over the logits in place.
 
-    lse_i  = log sum_j exp(x_ij)
+    lse_i  = log sum_j exp(x_ij) = m_i + log p_i        m_i = max_j x_ij, p_i = sum_j exp(x_ij - m_i)
     loss_i = (1 - s) * (lse_i - x_it) + s * (lse_i - mean_j x_ij)          s the label smoothing, t the target of row i
     grad   = scale_i * (exp(x_ij - lse_i) - (1 - s) * [j = t] - s / V)     scale_i 0 where the target is ignored
 
@@ -8,18 +8,19 @@ Bytes through device memory, per logit of e bytes:
 
     forward    plain  upcast (e + 4), log-softmax (4 + 4), gather: e + 12
                fused  read: 1e
-    backward   plain  log-softmax's gradient (8 + 4), downcast (4 + e): e + 16
+    backward   plain  the gather's gradient (4), log-softmax's (8 + 4), downcast (4 + e): e + 20
                fused  read and write in place: 2e
     both at once (`cross_entropy_gradient_`): the row is read for its sum and read again for its gradient while the
     L2 holds it: between 2e and 3e
 
-The plain way also holds two float32 copies of the logits, 8 bytes a logit; the fused way holds one float32 a row.
+The plain way also holds two float32 copies of the logits, 8 bytes a logit; the fused way holds two float32 a row.
 
 Design. The loss: one program a row, whose pass is the online softmax of `row_statistics`, with no barrier between
-loads; ignored rows are not read. The gradient where the lse is known needs nothing of its neighbours: one program a
-piece of a row, loaded whole at its start. Both at once: one program a row, whose second pass walks backwards and
-writes where it read. The mean is taken on the device, so nothing waits for the host. Offsets are 64 bits wide between
-rows.
+loads; ignored rows are not read. m and p stay apart to the end: their sum would be rounded to a unit of m, and where
+logits lie far from zero that is far more than the loss and the probabilities can lose. The gradient where both are
+known needs nothing of its neighbours: one program a piece of a row, loaded whole at its start. Both at once: one
+program a row, whose second pass walks backwards and writes where it read. The mean is taken on the device, so nothing
+waits for the host. Offsets are 64 bits wide between rows.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3; Szegedy et al.,
 "Rethinking the Inception Architecture", 2016, section 7 (label smoothing).
@@ -122,13 +123,14 @@ def cross_entropy_forward(
     target  (rows,), int64 or int32; rows whose target is `ignore_index` count for nothing and are not read; a target
             outside the vocabulary makes the loss NaN
 
-    Returns loss (0-dimensional, or (rows,) for "none"), lse (rows,) and count (how many rows count), all float32. The
-    mean over no row is NaN, as torch's. Raises ValueError naming the argument that is not supported.
+    Returns loss (0-dimensional, or (rows,) for "none"), norm (rows, 2), what the backward needs of each row (its
+    maximum, and the reciprocal of its sum of exponentials less that), and count (how many rows count), all float32.
+    The mean over no row is NaN, as torch's. Raises ValueError naming the argument that is not supported.
     """
     logits, target = _check(logits, target, label_smoothing, reduction)
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(losses)
+    norm = torch.empty((rows, 2), dtype=torch.float32, device=logits.device)
     total = torch.empty((), dtype=torch.float32, device=logits.device)
     count = torch.empty_like(total)
     with on_device_of(logits):
@@ -137,7 +139,7 @@ def cross_entropy_forward(
                 logits,
                 target,
                 losses,
-                lse,
+                norm,
                 logits.stride(0),
                 ignore_index,
                 label_smoothing,
@@ -148,14 +150,14 @@ def cross_entropy_forward(
         total_kernel[(1,)](
             losses, target, total, count, rows, ignore_index, MEAN=reduction == "mean", BLOCK=8192, num_warps=32
         )
-    return losses if reduction == "none" else total, lse, count
+    return losses if reduction == "none" else total, norm, count
 
 
 def cross_entropy_backward(
     grad_loss: torch.Tensor,
     logits: torch.Tensor,
     target: torch.Tensor,
-    lse: torch.Tensor,
+    norm: torch.Tensor,
     count: torch.Tensor,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -172,9 +174,11 @@ def cross_entropy_backward(
     check_beside("grad_loss", grad_loss, "logits", logits, dtypes=(torch.float32,))
     if tuple(grad_loss.shape) != expected:
         raise ValueError(f"grad_loss: shape {tuple(grad_loss.shape)}; it must be {expected} for {reduction!r}")
-    for name, tensor, wanted in (("lse", lse, (rows,)), ("count", count, ())):
-        if tuple(tensor.shape) != wanted or tensor.dtype != torch.float32:
-            raise ValueError(f"{name}: {tensor.dtype} of {tuple(tensor.shape)}; it must be float32 of {wanted}")
+    for name, tensor, wanted in (("norm", norm, (rows, 2)), ("count", count, ())):
+        if tuple(tensor.shape) != wanted or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: {tensor.dtype} of {tuple(tensor.shape)}; it must be contiguous float32 of {wanted}"
+            )
     grad = logits if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if rows == 0:
         return grad
@@ -184,7 +188,7 @@ def cross_entropy_backward(
             logits,
             grad,
             target,
-            lse,
+            norm,
             grad_loss,
             count,
             logits.stride(0),
@@ -254,8 +258,8 @@ class _CrossEntropy(torch.autograd.Function):
         reduction: str,
         inplace: bool,
     ) -> torch.Tensor:
-        loss, lse, count = cross_entropy_forward(logits, target, ignore_index, label_smoothing, reduction)
-        ctx.save_for_backward(logits, target, lse, count)
+        loss, norm, count = cross_entropy_forward(logits, target, ignore_index, label_smoothing, reduction)
+        ctx.save_for_backward(logits, target, norm, count)
         ctx.options = (ignore_index, label_smoothing, reduction, inplace)
         ctx.spent = False
         return loss

@@ -12,7 +12,7 @@ Bytes per logit of e bytes:
               predicted 5.5 times (2.0 in float32)
 
 The plain way also holds the log-probabilities and two gradients in float32: 12 bytes a logit beside the logits. The
-fused way holds one float32 a row, and its backward overwrites the logits. ``torch_cross_entropy`` is torch's own on
+fused way holds two float32 a row, and its backward overwrites the logits. ``torch_cross_entropy`` is torch's own on
 the logits as they are; Liger's takes the gradient in its forward, so its backward is not timed alone.
 """
 

@@ -61,6 +61,28 @@ def test_magnitudes_and_all_equal_rows(draw, assert_near):
     check(logits, targets(4, 300, logits.device), assert_near, units=32, label_smoothing=0.2)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_far_from_zero_are_as_right_as_others(smoothing, draw, assert_near):
+    """Each row by itself: a loss of seven beside a row whose losses are thousands would pass at any error."""
+    logits = draw(5, 700)
+    logits[0], logits[1] = 1e4, 1e4 + 0.37
+    logits[2] += 1e4
+    logits[3] -= 1e4
+    target = targets(5, 700, logits.device, ignored=())
+    double, single = logits.double().requires_grad_(), logits.clone().requires_grad_()
+    want = torch.nn.functional.cross_entropy(double, target, reduction="none", label_smoothing=smoothing)
+    got = cross_entropy(single, target, label_smoothing=smoothing, reduction="none")
+    want.sum().backward()
+    got.sum().backward()
+    losses, scale = torch.full((5,), float("nan"), device=logits.device), torch.ones((), device=logits.device)
+    cross_entropy_gradient_(logits, target, losses, scale, label_smoothing=smoothing)
+    for row in range(5):
+        assert_near(got.detach()[row], want.detach()[row], units=8)
+        assert_near(losses[row], want.detach()[row], units=8)
+        assert_near(single.grad[row], double.grad[row], units=8)
+        assert_near(logits[row], double.grad[row], units=8)
+
+
 def test_nan_and_inf_where_the_plain_way_has_them(draw, assert_near):
     logits = draw(6, 50)
     logits[0, 3], logits[1, 4], logits[2, 5], logits[3] = float("nan"), float("inf"), float("-inf"), float("-inf")
@@ -75,10 +97,10 @@ def test_ignored_rows_are_not_read(draw):
     logits = draw(3, 40)
     logits[1] = float("nan")
     target = torch.tensor([3, -100, 5], device=logits.device)
-    loss, lse, count = cross_entropy_forward(logits, target)
+    loss, norm, count = cross_entropy_forward(logits, target)
     assert loss.isfinite()
     assert count == 2
-    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count)
+    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, norm, count)
     assert torch.equal(grad[1], torch.zeros(40, device=logits.device))
 
 
@@ -128,11 +150,11 @@ def test_loss_and_gradient_at_once(smoothing, draw, assert_near):
 def test_strided_rows(draw):
     wide = draw(4, 100)
     logits, target = wide[:, 10:60], targets(4, 50, wide.device)
-    loss, lse, count = cross_entropy_forward(logits, target)
+    loss, norm, count = cross_entropy_forward(logits, target)
     assert torch.equal(loss, cross_entropy_forward(logits.contiguous(), target)[0])
     outside = wide[:, :10].clone(), wide[:, 60:].clone()
-    want = cross_entropy_backward(torch.ones_like(loss), logits.contiguous(), target, lse, count)
-    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count, inplace=True)
+    want = cross_entropy_backward(torch.ones_like(loss), logits.contiguous(), target, norm, count)
+    grad = cross_entropy_backward(torch.ones_like(loss), logits, target, norm, count, inplace=True)
     assert grad.data_ptr() == logits.data_ptr()
     assert torch.equal(wide[:, 10:60], want)
     assert torch.equal(wide[:, :10], outside[0])
@@ -153,15 +175,15 @@ def test_bad_input_is_named(draw):
     ]:
         with pytest.raises(ValueError, match=message):
             cross_entropy_forward(*arguments)
-    loss, lse, count = cross_entropy_forward(logits, target)
+    loss, norm, count = cross_entropy_forward(logits, target)
     with pytest.raises(ValueError, match="grad_loss: shape"):
-        cross_entropy_backward(lse, logits, target, lse, count)
-    with pytest.raises(ValueError, match="lse: "):
+        cross_entropy_backward(norm, logits, target, norm, count)
+    with pytest.raises(ValueError, match="norm: "):
         cross_entropy_backward(loss, logits, target, loss, count)
     with pytest.raises(ValueError, match="losses: "):
-        cross_entropy_gradient_(logits, target, lse[:3], loss)
+        cross_entropy_gradient_(logits, target, norm[:3, 0], loss)
     with pytest.raises(ValueError, match="scale: "):
-        cross_entropy_gradient_(logits, target, lse, lse)
+        cross_entropy_gradient_(logits, target, norm[:, 0].contiguous(), norm)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -203,7 +225,7 @@ def test_the_target_s_own_element_can_be_kept_apart_and_unrounded(draw, assert_n
 @pytest.mark.slow
 def test_compiled_for_hopper_with_16_byte_accesses(compile_for_hopper):
     pointers = {"logits_ptr": "*bf16", "grad_ptr": "*bf16", "target_ptr": "*i64", "ignore_index": "i32"}
-    pointers |= dict.fromkeys(("loss_ptr", "lse_ptr", "own_ptr", "scale_ptr", "count_ptr"), "*fp32")
+    pointers |= dict.fromkeys(("loss_ptr", "norm_ptr", "own_ptr", "scale_ptr", "count_ptr"), "*fp32")
     pointers |= dict.fromkeys(("stride", "grad_stride"), "i32") | {"smoothing": "fp32", "scale_stride": 1}
     jobs = []
     for columns in (32_000, 128_256):
@@ -234,9 +256,9 @@ def test_offsets_past_two_to_the_31(assert_near):
     logits = torch.zeros((rows, columns), dtype=torch.bfloat16, device="cuda")
     logits[-1, 5] = 4.0
     target = torch.full((rows,), 5, device="cuda")
-    loss, lse, count = cross_entropy_forward(logits, target, reduction="none")
+    loss, norm, count = cross_entropy_forward(logits, target, reduction="none")
     want = logits[-1:].double().requires_grad_()
     torch.nn.functional.cross_entropy(want, target[-1:]).backward()
     assert_near(loss[-1:], torch.nn.functional.cross_entropy(want.detach(), target[-1:], reduction="none"), units=8)
-    cross_entropy_backward(torch.ones_like(loss), logits, target, lse, count, reduction="none", inplace=True)
+    cross_entropy_backward(torch.ones_like(loss), logits, target, norm, count, reduction="none", inplace=True)
     assert_near(logits[-1:], want.grad, units=2)
