@@ -33,9 +33,9 @@ def name_of(key: SeriesKey, row: Row | None, several: Sequence[SeriesKey]) -> st
 
 def events_of(judged: Judged, key: SeriesKey, points: Sequence[Row], here: bool = True) -> list[dict[str, Any]]:
     """The changes of a series: as judged where that is done, else (``here``) found now, without whose doing."""
-    for verdict in judged.verdicts:
-        if verdict.key == key:
-            return list(verdict.body.get("events") or [])
+    verdict = judged.of(key)
+    if verdict is not None:
+        return list(verdict.body.get("events") or [])
     own = [point for point in points if point["judged"]]
     if not own or not here:
         return []

@@ -18,6 +18,7 @@ from dashboard.judging import Helper
 from harness.errors import PairbenchError
 from harness.history.engine import History
 from harness.history.order import find_order_repository
+from harness.history.query import SeriesKey
 from harness.history.store import Store, checkout_store, default_store, stores_to_read
 from harness.regress.acknowledge import find_acknowledged
 from harness.regress.verdicts import Verdict, judge_within
@@ -43,6 +44,13 @@ class Judged:
     waiting: int = 0
     problem: str | None = None
     running: bool = False
+    _by_series: dict[SeriesKey, Verdict] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def of(self, key: SeriesKey) -> Verdict | None:
+        """The verdict on a series; a history of many has tens of thousands."""
+        if self._by_series is None:
+            self._by_series = {verdict.key: verdict for verdict in self.verdicts}
+        return self._by_series.get(key)
 
     @property
     def whole(self) -> bool:
