@@ -66,12 +66,17 @@ def keep(path: Path, folder: Path = FOLDER) -> Path:
     return target
 
 
+def is_failed(row: dict[str, Any]) -> bool:
+    """Whether a kernel was found wrong or did not run; of length 0 that was in the check, before any timing."""
+    return bool(row["check"].startswith(("wrong", "error")))
+
+
 def newest(surveys: Iterable[Survey], compiled: bool) -> dict[Key, tuple[Survey, dict[str, Any]]]:
     """The newest row of each kernel: of the compiler's, or of those that ran on a device with the tables' length."""
     found = {}
     for survey in surveys:
         for row in survey.rows:
-            ran = row["seq"] == SEQ or row["check"].startswith(("wrong", "error"))
+            ran = row["seq"] == SEQ or (row["seq"] == 0 and is_failed(row))
             if row["group"] != "torch" and (row["registers"] is not None if compiled else ran):
                 found[(row["direction"], row["head_dim"], row["causal"], row["name"])] = (survey, row)
     return found
@@ -100,14 +105,15 @@ def outcome(survey: Survey, row: dict[str, Any], mark: str) -> str:
 def lengths_table(surveys: list[Survey], marks: dict[Path, str]) -> list[str]:
     """What `flash_attention` and Triton pick, over the peers at each length, as Markdown."""
     found = newest_by_length(surveys)
-    seqs = sorted({key[-1] for key in found})
+    seqs = sorted({key[-1] for key in found} - {0})
     lines = [f"| kernel | {' | '.join(f'S={seq}' for seq in seqs)} |", f"| --- |{' --- |' * len(seqs)}"]
     for direction, dim, causal in ((d, n, c) for d in ("forward", "backward") for n in DIMS for c in (False, True)):
         for i, candidate in enumerate(candidates(dim, causal, direction, (9, 0))):
             cells = []
             for seq in seqs:
-                key = (direction, dim, causal, candidate.name, seq)
-                cells.append(outcome(*found[key], marks[found[key][0].path]) if key in found else UNKNOWN)
+                key = (direction, dim, causal, candidate.name)
+                last = found.get((*key, seq)) or found.get((*key, 0))
+                cells.append(outcome(*last, marks[last[0].path]) if last else UNKNOWN)
             if (is_picked(candidate, causal) or i == 0) and any(cell != UNKNOWN for cell in cells):
                 what = f"{direction}, D={dim}, {'causal' if causal else 'full'}: {candidate.name}"
                 lines.append(f"| {what}{' **picked**' if is_picked(candidate, causal) else ''} | {' | '.join(cells)} |")
@@ -115,13 +121,19 @@ def lengths_table(surveys: list[Survey], marks: dict[Path, str]) -> list[str]:
 
 
 def newest_by_length(surveys: Iterable[Survey]) -> dict[tuple[str, int, bool, str, int], tuple[Survey, dict[str, Any]]]:
-    """The newest row of each kernel that was timed, with the length as the last part of its key."""
-    return {
-        (row["direction"], row["head_dim"], row["causal"], row["name"], row["seq"]): (survey, row)
-        for survey in surveys
-        for row in survey.rows
-        if row["group"] != "torch" and row["tflops"]
-    }
+    """The newest row of each kernel that was timed or failed, with the length as the last part of its key.
+
+    A kernel that failed its check has no figure at any length until a later survey times it there: one row of length 0.
+    """
+    found: dict[tuple[str, int, bool, str, int], tuple[Survey, dict[str, Any]]] = {}
+    for survey in surveys:
+        for row in survey.rows:
+            if row["group"] != "torch" and (row["tflops"] or is_failed(row)):
+                key = (row["direction"], row["head_dim"], row["causal"], row["name"])
+                if row["seq"] == 0:
+                    found = {old: value for old, value in found.items() if old[:4] != key}
+                found[(*key, row["seq"])] = (survey, row)
+    return found
 
 
 def newest_peers(surveys: Iterable[Survey]) -> dict[Key, tuple[Survey, dict[str, Any]]]:

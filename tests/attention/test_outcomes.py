@@ -131,3 +131,29 @@ def test_each_length_has_its_newest_figure_over_the_peers_of_the_same_length(tmp
     assert "| kernel | S=2048 | S=8192 |" in page
     (line,) = [line for line in page.splitlines() if f"forward, D=128, causal: {NAME}" in line]
     assert line.endswith("| 300, 0.75 of cuDNN [a] | 500 [a] |")
+
+
+def test_a_kernel_found_wrong_has_no_older_figure_at_any_length_until_it_is_timed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    page = "<!-- surveys: lengths -->\n<!-- end -->"
+    others = [row("another", 1.0, seq=2048), row("another", 1.0, seq=8192)]
+    write(folder / "a.json", "2026-01-01T00:00:00Z", [row(NAME, 300.0, seq=2048), row(NAME, 500.0, seq=8192), *others])
+    write(folder / "b.json", "2026-01-02T00:00:00Z", [row(NAME, None, seq=0, check="wrong: off by 3")])
+
+    def line() -> str:
+        (found,) = [line for line in outcomes.fill(page, outcomes.kept(tmp_path)).splitlines() if NAME in line]
+        return found
+
+    assert line().endswith("| wrong: off by 3 [b] | wrong: off by 3 [b] |")
+    write(folder / "c.json", "2026-01-03T00:00:00Z", [row(NAME, 400.0, seq=2048)])
+    assert line().endswith("| 400 [c] | wrong: off by 3 [b] |")
+
+
+def test_a_failure_at_another_length_leaves_the_tables_figure(tmp_path: Path) -> None:
+    rows = [row(NAME, 100.0), row(NAME, None, seq=16384, check="error: OutOfMemoryError: no room")]
+    outcomes.keep(write(tmp_path / "a", "2026-01-02T03:04:05Z", rows), tmp_path)
+    page = PAGE + "<!-- surveys: lengths -->\n<!-- end -->"
+    text = outcomes.fill(page, outcomes.kept(tmp_path))
+    assert line_of(text, NAME).endswith("| 100 [a] |")
+    assert "| 100 [a] | error: OutOfMemoryError: no room [a] |" in text
