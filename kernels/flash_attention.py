@@ -78,6 +78,33 @@ def flash_attention_kernel(problem: Problem, q: torch.Tensor, k: torch.Tensor, v
     return choose_config(problem, capability, all(is_describable(t) for t in (q, k, v)))
 
 
+def _checked(config: Config, problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Config:
+    """A caller's own choice of kernels, where these can run: ValueError instead of numbers from something else."""
+    if not isinstance(config, Config):
+        raise ValueError(f"config: {config!r} is not supported; use a Config of flash_attention_plan, or None")
+    if not set(config.beside) <= {"dV", "dK"}:
+        raise ValueError(f"config: beside={config.beside!r} is not supported; it names dV, dK or both")
+    if config.descriptors:
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if not is_describable(tensor):
+                raise ValueError(f"{name}: descriptors need a base and strides of multiples of 16 bytes; use pointers")
+    if config.hopper is not None or config.hopper_backward is not None:
+        from .flash_attention_hopper_launch import HopperBackwardTile, HopperTile, unsupported_by_hopper
+
+        for name, tile, kind in (
+            ("hopper", config.hopper, HopperTile),
+            ("hopper_backward", config.hopper_backward, HopperBackwardTile),
+        ):
+            if tile is not None and not isinstance(tile, kind):
+                raise ValueError(f"config: {name}={tile!r} is not supported; use a {kind.__name__}, or None")
+        reason = unsupported_by_hopper(problem)
+        if reason is not None:
+            raise ValueError(f"{reason}; leave the kernel's choice open")
+        if not q.is_cuda or torch.cuda.get_device_capability(q.device) != (9, 0):
+            raise ValueError(f"q: the Hopper kernels need a GPU of compute capability 9.0; it is on {q.device}")
+    return config
+
+
 def flash_attention_forward(
     problem: Problem,
     q: torch.Tensor,
@@ -100,7 +127,7 @@ def flash_attention_forward(
         return out, lse
     if k.numel() == 0:
         return out.zero_(), lse.fill_(float("-inf"))
-    config = config or flash_attention_kernel(problem, q, k, v)
+    config = flash_attention_kernel(problem, q, k, v) if config is None else _checked(config, problem, q, k, v)
     if config.hopper is None:
         run(forward_launch(problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k), q)
     else:
@@ -135,7 +162,7 @@ def flash_attention_backward(
         grad_out = grad_out.contiguous()
     if grad_lse is not None and grad_lse.stride(-1) != 1:
         grad_lse = grad_lse.contiguous()
-    config = config or flash_attention_kernel(problem, q, k, v)
+    config = flash_attention_kernel(problem, q, k, v) if config is None else _checked(config, problem, q, k, v)
     # Rows of 16 bytes' multiples, which the copy engine can address.
     padded = (lse.shape[-1] + 3) // 4 * 4
     shift, delta = (lse.new_empty(*lse.shape[:-1], padded)[..., : lse.shape[-1]] for _ in range(2))

@@ -19,6 +19,13 @@ from .launch import Launch
 _REGISTERS = 168  # of 65,536 for three groups of 128 threads; the two that compute then take 240 each, the feeder 24
 
 
+def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
+    """ValueError for a field that is none of those the kernels know: another order would leave tiles uncomputed."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is not supported; use {' or '.join(map(repr, known))}")
+
+
 @dataclass(frozen=True)
 class HopperTile:
     """Two groups of 64 queries by `block_n` keys, `stages` slots for keys and for values, and whether the two groups
@@ -34,6 +41,14 @@ class HopperTile:
     ping_pong: bool = False
     order: Literal["fixed", "counter", "grid"] = "fixed"
     q_slots: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choices(
+            block_n=(self.block_n, (64, 128)),
+            stages=(self.stages, tuple(range(1, 9))),
+            order=(self.order, ("fixed", "counter", "grid")),
+            q_slots=(self.q_slots, (1, 2)),
+        )
 
     def __str__(self) -> str:
         said = f"128x{self.block_n} s{self.stages}"
@@ -53,6 +68,13 @@ class HopperBackwardTile:
     stages: int = 2
     order: Literal["grid", "counter"] = "grid"
     kv_slots: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choices(
+            stages=(self.stages, tuple(range(1, 9))),
+            order=(self.order, ("grid", "counter")),
+            kv_slots=(self.kv_slots, (1, 2)),
+        )
 
     def __str__(self) -> str:
         said = "one pass" if self.stages == 2 else f"one pass s{self.stages}"

@@ -3,13 +3,16 @@
 Gluon has no interpreter, so this stands in for the part of the language that the attention kernel uses. It is strict
 where the hardware is: an asynchronous product reads its operands as late as it may (when somebody waits for it), and a
 bulk copy out of shared memory its source, so that a slot freed too early gives wrong numbers; a bulk copy that overruns
-its barrier's expected bytes, and a wait that nobody ends, raise.
+its barrier's expected bytes, and a wait that nobody ends, raise. With LATE a bulk copy into shared memory lands only
+when somebody waits for it, so that a wait left out gives wrong numbers; at once, a slot filled too early does. PAUSE_S
+after an arrival lets others go first, who then write where the one that arrived too early still reads.
 """
 
 from __future__ import annotations
 
 import operator
 import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 
 WAIT_S = 20.0
+LATE = False  # whether bulk copies into shared memory land when somebody waits for them, instead of at once
+PAUSE_S = 0.0
 
 
 class Scalar(int):
@@ -44,6 +49,7 @@ class Barrier:
     def __init__(self) -> None:
         self.condition = threading.Condition()
         self.count = self.pending = self.bytes = self.phase = 0
+        self.landing: list[Callable[[], Any]] = []
 
     def change(self, arrivals: int, expected: int) -> None:
         with self.condition:
@@ -59,6 +65,8 @@ class Barrier:
         with self.condition:
             if not self.condition.wait_for(lambda: self.phase != parity, WAIT_S):
                 raise TimeoutError("a barrier that nobody completes: deadlock")
+            while self.landing:
+                self.landing.pop(0)()
 
 
 class Shared:
@@ -159,7 +167,10 @@ def _copy_in(desc: Descriptor, coord: list[int], barrier: Barrier, buffer: Share
     source = desc.part(coord)
     block = torch.zeros(desc.block_type.shape, dtype=desc.dtype)
     block[tuple(slice(n) for n in source.shape)] = source
-    buffer.data.copy_(block)
+    if LATE:
+        barrier.landing.append(lambda: buffer.data.copy_(block))
+    else:
+        buffer.data.copy_(block)
     assert barrier.bytes >= desc.block_type.nbytes, "more bytes arrive than the barrier expects"
     barrier.change(0, -desc.block_type.nbytes)
 
@@ -186,6 +197,12 @@ def _expect(barrier: Barrier, nbytes: int) -> None:
     with barrier.condition:
         barrier.bytes += nbytes
     barrier.change(1, 0)
+
+
+def _arrive(barrier: Barrier, count: int) -> None:
+    barrier.change(count, 0)
+    if PAUSE_S:
+        time.sleep(PAUSE_S)
 
 
 def _init(barrier: Barrier, count: int) -> None:
@@ -292,7 +309,7 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         "warpgroup_mma_wait": warpgroup_mma_wait, "fence_async_shared": lambda: None, "threads_meet": lambda: None,
         "mbarrier": types.SimpleNamespace(
             init=lambda bar, count: _init(bar, count), expect=_expect, wait=lambda bar, parity: bar.wait(parity),
-            arrive=lambda bar, count, pred=True: bar.change(count, 0) if pred else None, MBarrierLayout=lambda: None,
+            arrive=lambda bar, count, pred=True: _arrive(bar, count) if pred else None, MBarrierLayout=lambda: None,
         ),
         "tma": types.SimpleNamespace(
             async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from kernels.flash_attention import flash_attention
+from kernels.flash_attention_hopper_launch import HopperBackwardTile, HopperTile
 from kernels.flash_attention_plan import Config, Tile
 
 CUDA = torch.cuda.is_available()
@@ -361,6 +362,22 @@ def test_refusals_name_the_argument_and_what_is_supported() -> None:
     assert "window" in refused(window=(-1, 0))
     assert "window" in refused(window=5)
     assert "max_seqlen_q" in refused(max_seqlen_q=8)
+
+
+def test_a_choice_of_kernels_that_cannot_run_is_refused() -> None:
+    """Wrong kernels never run silently in the place of those that were asked for."""
+    config = Config(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1))
+    asked: Any = "hopper"
+    assert "config: 'hopper'" in refused(config=asked)
+    assert "config: beside=('dQ',)" in refused(config=replace(config, beside=("dQ",)))
+    odd = tensor(2, 8, 4, 65)[..., 1:]
+    assert "v: descriptors need" in refused(v=odd, config=replace(config, descriptors=True))
+    assert "config: hopper=True" in refused(config=replace(config, hopper=True))
+    assert "config: hopper_backward=True" in refused(config=replace(config, hopper_backward=True))
+    tiles = replace(config, hopper=HopperTile(), hopper_backward=HopperBackwardTile())
+    assert "softcap: the Hopper kernel has none" in refused(softcap=5.0, config=tiles)
+    if not CUDA or torch.cuda.get_device_capability() != (9, 0):
+        assert "q: the Hopper kernels need a GPU of compute capability 9.0" in refused(config=tiles)
 
 
 def test_refusals_of_packed_batches() -> None:

@@ -139,6 +139,22 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
         assert error <= 4e-3 * max(1.0, largest), f"d{name}: off by {error:.3g}, the largest is {largest:.3g}"
 
 
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
+def test_nothing_is_read_before_its_copy_is_waited_for(shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LATE", True)
+    for tile in (HopperTile(), HopperTile(64, 2, True, "counter", 2)):
+        test_the_partitions_together_compute_attention(shape, tile)
+    for backward in (HopperBackwardTile(), HopperBackwardTile(2, "counter", 2)):
+        test_the_partitions_together_compute_the_gradients(shape, backward)
+
+
+def test_nothing_is_read_after_its_slot_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "PAUSE_S", 0.002)
+    test_the_partitions_together_compute_attention(SHAPES[3], HopperTile(64, 2, True, "counter", 2))
+    test_the_partitions_together_compute_the_gradients(SHAPES[3], HopperBackwardTile(2, "counter", 2))
+    test_the_partitions_together_compute_the_gradients(SHAPES[1], HopperBackwardTile(1))
+
+
 def test_a_slot_freed_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in would notice a missing barrier: without waiting for empty slots the numbers come out wrong."""
     slow = threads.Barrier.wait
@@ -167,6 +183,24 @@ def test_what_the_kernel_does_not_support_is_named() -> None:
     t, lse = torch.zeros(1, 64, 2, 96, dtype=torch.float16), torch.zeros(1, 2, 64)
     with pytest.raises(ValueError, match="head dimensions 64 and 128"):
         hopper_forward_launch(replace(p, head_dim=96), HopperTile(), t, t, t, t, lse)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        (HopperBackwardTile, {"order": "fixed"}),  # the forward's: here most tiles would have no program
+        (HopperBackwardTile, {"kv_slots": 3}),
+        (HopperBackwardTile, {"stages": 0}),
+        (HopperTile, {"order": "Counter"}),
+        (HopperTile, {"block_n": 96}),
+        (HopperTile, {"q_slots": 3}),
+    ],
+    ids=str,
+)
+def test_a_tile_that_the_kernels_do_not_know_is_refused(kind: Any, field: dict[str, Any]) -> None:
+    (name,) = field
+    with pytest.raises(ValueError, match=f"{name}: .* is not supported; use "):
+        kind(**field)
 
 
 @pytest.mark.gpu
