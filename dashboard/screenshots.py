@@ -1,6 +1,6 @@
 """Pictures of the main pages of a dashboard that is running, for the documentation.
 
-python -m dashboard.screenshots http://127.0.0.1:8501 docs/screenshots
+python -m dashboard.screenshots http://127.0.0.1:8501 docs/screenshots [--shot overview]
 
 Needs Playwright and a chromium. Pictures of made-up records (``pairbench history generate``) show them as such.
 """
@@ -58,6 +58,7 @@ def main() -> int:
     parser.add_argument("address", help="where the dashboard is")
     parser.add_argument("folder", type=Path, help="where the pictures go; those of the same names are replaced")
     parser.add_argument("--query", action="append", default=[], metavar="PAGE?NAME=VALUE", help="filters of a page")
+    parser.add_argument("--shot", action="append", choices=SHOTS, help="this picture only; may stand several times")
     asked = parser.parse_args()
     found = browser_here()
     if found is None:
@@ -68,6 +69,8 @@ def main() -> int:
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         for name, (page, width, height, scheme) in SHOTS.items():
+            if asked.shot and name not in asked.shot:
+                continue
             target = asked.folder / f"{name}.png"
             take(browser, asked.address.rstrip("/"), queries.get(name, page), width, height, scheme, target)
             print(target)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 LONGEST: Final = 100
+#: Between words of a line that belong to different things: Markdown makes one of several plain spaces.
+WIDE: Final = "\u2003"
 #: Spreadsheets run a cell that begins so.
 FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 

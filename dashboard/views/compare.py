@@ -9,6 +9,7 @@ import streamlit as st
 
 from dashboard import address, parts, queries
 from dashboard.charts.diverging import diverging
+from dashboard.text import WIDE
 from dashboard.theme import verdict_signed
 from harness.history import query
 from harness.history.engine import Row
@@ -85,7 +86,7 @@ def _show(done: Compared) -> None:
     for row in done.series:
         counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
     if done.series:
-        st.caption("   ".join(f"{verdict_signed(name)}: {count}" for name, count in sorted(counts.items())))
+        st.caption(WIDE.join(f"{verdict_signed(name)}: {count}" for name, count in sorted(counts.items())))
         for line in means(done):
             parts.plain(line)
         parts.figure(diverging(done.series, MOST), "diverging")

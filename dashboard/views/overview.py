@@ -9,7 +9,7 @@ import streamlit as st
 
 from dashboard import address, grid, parts, queries
 from dashboard.charts import heatmap
-from dashboard.text import ago, short
+from dashboard.text import WIDE, ago, short
 from dashboard.theme import FAILURES, LOOKS, VERDICTS, look, signed, verdict_signed
 from harness.regress.present import change, what_changed
 
@@ -55,7 +55,7 @@ def _coverage(view: parts.View, rows: Sequence[Mapping[str, Any]], metric: str) 
     st.subheader("What pays where", anchor="coverage")
     ages = {row["time"]: queries.age_s(row["time"]) for row in rows}
     signs = {look(row["status"]) for row in rows} | ({LOOKS["stale"]} if any(row["stale"] for row in rows) else set())
-    st.caption("   ".join(f"{one.sign} {one.title}" for one in LOOKS.values() if one in signs))
+    st.caption(WIDE.join(f"{one.sign} {one.title}" for one in LOOKS.values() if one in signs))
     clicked, when = grid.grid(heatmap.coverage(rows, metric, ages), "coverage")
     if clicked:
         parts.opens(view, "coverage cell", when, "technique", technique=clicked[0], gpu=clicked[1])

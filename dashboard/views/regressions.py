@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 import streamlit as st
 
 from dashboard import address, parts
-from dashboard.text import cut, short
+from dashboard.text import WIDE, cut, short
 from dashboard.theme import VERDICTS as LOOKS
 from dashboard.theme import verdict_signed
 from harness.metric_names import METRICS
@@ -67,7 +67,7 @@ def _recovered(verdict: Verdict) -> bool:
 def _count(verdicts: Sequence[Verdict]) -> None:
     counts = {name: sum(1 for v in verdicts if v.verdict == name and v.acknowledged is None) for name in VERDICTS}
     counts["acknowledged"] = sum(1 for v in verdicts if v.acknowledged is not None)
-    st.caption("   ".join(f"{LOOKS[name].sign} {count} {name}" for name, count in counts.items() if count))
+    st.caption(WIDE.join(f"{LOOKS[name].sign} {count} {name}" for name, count in counts.items() if count))
 
 
 def _rows(found: list[Verdict], sort: str) -> list[dict[str, Any]]:
