@@ -15,6 +15,10 @@ Bytes per element of q and k, of e bytes (the tables are shared by all heads: be
 The plain way gets cos and sin already gathered by position and doubled to the head's width, as Hugging Face's models
 make them once for all layers; the fused way gathers its own rows. q and k lie in memory as the projections leave them,
 (B, S, heads, D), and are handed over as Hugging Face does, (B, heads, S, D).
+
+``torch_compile`` makes one pass too, beside its inputs: it moves as many bytes, and holds q and k twice. Forward it can
+be a little ahead of the fused way, which has to know a token's position before it can ask for its row of the tables: a
+load behind a load, where the compiled one finds its rows gathered. Backward it fuses the padded slices less well.
 """
 
 # Shapes: B batch, S sequence, H query heads, K key heads, D head width, P positions in the tables.
