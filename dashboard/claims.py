@@ -34,12 +34,13 @@ def claim_rows(rows: Sequence[Row], claim: Mapping[str, str]) -> list[dict[str, 
     for name, column in QUANTITIES.items():
         ratio = _ratio(rows, column)
         claimed = claim.get(name, "")
+        busy = shaky and bool(claimed) and ratio is None
         found.append(
             {
                 "what": name,
                 "claimed": claimed or "nothing",
-                "measured": _words(ratio) if ratio or not shaky else "unsettled: the machine was busy",
-                "kept": _kept(claimed, ratio) if ratio or not shaky else "◇ unsettled",
+                "measured": "unsettled: the machine was busy" if busy else _words(ratio),
+                "kept": "◇ unsettled" if busy else _kept(claimed, ratio),
                 **({"ratio": ratio["value"], "low": ratio["low"], "high": ratio["high"]} if ratio else
                    {"ratio": None, "low": None, "high": None}),
                 "workloads": ratio["workloads"] if ratio else 0,

@@ -63,7 +63,7 @@ const library = name => window.pairbenchPlotly ??= new Promise((done, failed) =>
 JS: Final = (
     LIBRARY
     + """
-const NARROW = 480, SHORT = 20;
+const NARROW = 400, SHORT = 20;
 const WIDEN = "M0 0H180V50H50V180H0ZM268 0H448V180H398V50H268ZM0 268H50V398H180V448H0ZM398 268H448V448H268V398H398Z";
 const wide = {name: "Fullscreen", title: "Fullscreen", icon: {width: 448, height: 448, path: WIDEN},
     click: plot => document.fullscreenElement ? document.exitFullscreen() : plot.requestFullscreen()};
