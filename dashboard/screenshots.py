@@ -2,7 +2,7 @@
 
 python -m dashboard.screenshots http://127.0.0.1:8501 docs/screenshots [--shot overview]
 
-Needs Playwright and a chromium. Pictures of made-up records (``pairbench history generate``) show them as such.
+Needs Playwright and a chromium. Made-up records (``pairbench history generate``) name themselves so in their commits.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from dashboard.chromium import ARGUMENTS, browser_here
 SHOTS: Final = {
     "overview": ("", 1280, 860, "light"),
     "technique": ("technique", 1280, 860, "light"),
-    "history": ("history", 1280, 860, "light"),
+    "history": ("history", 1280, 1180, "light"),
     "regressions": ("regressions", 1280, 720, "dark"),
     "compare": ("compare", 1280, 860, "light"),
     "phone": ("", 390, 844, "dark"),
 }
-COLOURS: Final = 96
+#: Chosen to reach all of a picture's colours: a mark that is small keeps its own.
+COLOURS: Final = 128
 #: The script has ended, no placeholder is left, every figure is there, and every verdict is in.
 DRAWN: Final = """() => {
     const all = name => [...document.querySelectorAll(`[data-testid="${name}"]`)];
@@ -48,7 +49,8 @@ def take(browser: Any, address: str, page: str, width: int, height: int, scheme:
     opened.wait_for_timeout(2500)  # figures and tables draw themselves after the page says that it is done
     opened.wait_for_function(DRAWN, timeout=WAIT_MS)
     picture = Image.open(io.BytesIO(opened.screenshot())).convert("RGB")
-    picture.quantize(COLOURS).save(target, optimize=True)  # a documentation's picture, not a photograph
+    # A documentation's picture is no photograph.
+    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(target, optimize=True)
     context.close()
 
 

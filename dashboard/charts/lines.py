@@ -81,6 +81,9 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
     better = METRICS[lines[0].metric].better if lines else "lower"
     title = METRICS[lines[0].metric].title if lines else ""
     unit = "relative to its start" if normalised else _unit(lines)
+    plain = METRICS[lines[0].metric].unit if lines and not normalised else ""
+    # 200µs and 22ms, not 0.0002 and 0.022.
+    said = {"tickformat": "~s", "ticksuffix": plain} if plain in ("s", "B") else {"exponentformat": "SI"}
     ticks = list(range(first, last + 1, max(1, (last - first + 1) // 8)))
     return {
         "data": traces,
@@ -94,7 +97,7 @@ def history(lines: Sequence[Line], normalised: bool, shown: tuple[int, int] | No
             },
             yaxis={
                 "title": {"text": f"{esc(title)}, {esc(unit)} ({better} is better)"}, "automargin": True,
-                "exponentformat": "SI",
+                **said,
             },
             # The marks of stack changes stand at the upper edge, whatever the values are.
             yaxis2={"overlaying": "y", "range": [0, 1.02], "visible": False, "fixedrange": True},

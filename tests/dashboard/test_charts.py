@@ -94,6 +94,14 @@ def test_a_failed_check_is_marked_however_many_there_are(monkeypatch: pytest.Mon
     assert (wrong.x, wrong.marker.symbol) == ((7,), "x")
 
 
+def test_the_axis_says_its_unit_at_each_tick() -> None:
+    ticks = {}
+    for metric, normalised in (("latency", False), ("latency", True), ("speedup", False)):
+        axis = lines.history([lines.Line("x", [point(0, 1e-4)], metric=metric)], normalised)["layout"]["yaxis"]
+        ticks[metric, normalised] = axis.get("tickformat", "") + axis.get("ticksuffix", "")
+    assert ticks == {("latency", False): "~ss", ("latency", True): "", ("speedup", False): ""}
+
+
 def test_relative_lines_begin_at_one() -> None:
     line = lines.Line("x", [point(at, 4.0) for at in range(5)] + [point(5, 6.0)])
     assert lines.history([line], True)["data"][0]["y"] == [1.0] * 5 + [1.5]
