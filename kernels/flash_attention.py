@@ -55,7 +55,8 @@ def flash_attention(
     Query i stands at position p = i + kv_len - q_len on the keys' axis. `causal` lets it see the keys up to p;
     `window` = (left, right) the keys p - left to p + right, None for no bound. A query that sees no key gives 0.
     `softcap` > 0 replaces each scaled score s by softcap · tanh(s / softcap). Scaled scores are exact as float32 is;
-    beyond 2²⁷ in magnitude (2³⁰ in bfloat16) their rounding no longer cancels and results are undefined.
+    beyond 2²⁷ in magnitude (2³⁰ in bfloat16), and so where keys hold -inf, their rounding no longer cancels and results
+    are undefined: hide keys by the mask or by lengths.
 
     `deterministic` selects a backward whose every sum has a fixed order. Returns the output, like q; with
     `return_lse` also the natural log of the sum of exponentials, float32 [batch, heads, q_len] or [heads, tokens],

@@ -62,22 +62,25 @@ def _walked(turn, kv_head, first, tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _feed_tile(
-    index, turn, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs, do_bufs,
+    index, before, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs, do_bufs,
     shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    KV_SLOTS: gl.constexpr,
+    KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
-    """Of one tile the keys and values, then queries and output gradients. Returns the turns until now."""
+    """Of one tile keys and values, then queries and output gradients, after `before` turns. Returns turns until now."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    tiles = gl.cdiv(q_len, BLOCK_M)
     batch, kv_head, start, first, plain = _share(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
     held = done % KV_SLOTS
-    mbarrier.wait(kv_empty.index(held), (done // KV_SLOTS & 1) ^ 1)
+    if COUNTER:
+        mbarrier.wait(kv_empty.index(held), (done // KV_SLOTS & 1) ^ 1)
     mbarrier.expect(kv_full.index(held), 2 * k_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], kv_full.index(held), k_bufs.index(held))
     tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], kv_full.index(held), v_bufs.index(held))
-    for step in range(GROUP * gl.maximum(tiles - first, 0)):
+    tiles = gl.cdiv(q_len, BLOCK_M)
+    turns = GROUP * gl.maximum(tiles - first, 0)
+    for step in range(turns):
         head, tile = _walked(step, kv_head, first, tiles, GROUP)
+        turn = before + step
         slot = turn % STAGES
         parity = (turn // STAGES & 1) ^ 1
         mbarrier.wait(q_empty.index(slot), parity)
@@ -96,8 +99,7 @@ def _feed_tile(
         tma.async_copy_global_to_shared(
             do_desc, [batch, head, tile * BLOCK_M, 0], do_full.index(slot), do_bufs.index(slot)
         )
-        turn += 1
-    return turn
+    return before + turns
 
 
 @gluon.jit
@@ -118,7 +120,7 @@ def _feed(
             turn = _feed_tile(
                 index, turn, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs,
                 do_bufs, shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
-                BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS,
+                BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
             )  # fmt: skip
             index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
             mbarrier.wait(tile_empty.index(done % 2), (done // 2 & 1) ^ 1)
@@ -130,18 +132,18 @@ def _feed(
         _feed_tile(
             index, turn, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs,
             do_bufs, shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
-            BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS,
+            BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
         )  # fmt: skip
 
 
 @gluon.jit
 def _differentiate_tile(
-    index, turn, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs,
+    index, before, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs,
     kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, KV_SLOTS: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
-    """64 keys of one tile, over every query tile. Returns the turns until now."""
+    """64 keys of one tile, over every query tile, after `before` turns. Returns the turns until now."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
     ROWS: gl.constexpr = BLOCK_N // 2
     BY_COLUMNS: gl.constexpr = BLOCK_M == 64
@@ -151,7 +153,6 @@ def _differentiate_tile(
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    tiles = gl.cdiv(q_len, BLOCK_M)
     batch, kv_head, tile_start, first, plain = _share(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
     start = tile_start + HALF * ROWS
     held = done % KV_SLOTS
@@ -163,9 +164,12 @@ def _differentiate_tile(
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     masked_tile = tile_start + BLOCK_N > kv_len
+    tiles = gl.cdiv(q_len, BLOCK_M)
     mbarrier.wait(kv_full.index(held), done // KV_SLOTS & 1)
-    for step in range(GROUP * gl.maximum(tiles - first, 0)):
+    turns = GROUP * gl.maximum(tiles - first, 0)
+    for step in range(turns):
         head, tile = _walked(step, kv_head, first, tiles, GROUP)
+        turn = before + step
         slot = turn % STAGES
         parity = turn // STAGES & 1
         q = q_bufs.index(slot).reshape([BLOCK_M, HEAD_DIM])
@@ -220,9 +224,9 @@ def _differentiate_tile(
         targets = dq_ptr + (row * heads + head) * HEAD_DIM
         offsets = gl.expand_dims(dq_rows * (heads * HEAD_DIM), 1) + gl.expand_dims(dq_cols, 0)
         gl.atomic_add(targets + offsets, dq, sem="relaxed")
-        turn += 1
 
-    mbarrier.arrive(kv_empty.index(held), count=1)
+    if COUNTER:
+        mbarrier.arrive(kv_empty.index(held), count=1)
     out_rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
     out_cols = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, D_LAYOUT))
     offsets = ((batch * kv_len).to(gl.int64) + out_rows) * (kv_heads * HEAD_DIM) + kv_head * HEAD_DIM
@@ -230,7 +234,7 @@ def _differentiate_tile(
     inside = gl.expand_dims(out_rows < kv_len, 1)
     gl.store(dk_ptr + places, (dk * scale).to(k.dtype), mask=inside)
     gl.store(dv_ptr + places, dv.to(k.dtype), mask=inside)
-    return turn
+    return before + turns
 
 
 @gluon.jit
@@ -250,7 +254,7 @@ def _differentiate(
             turn = _differentiate_tile(
                 index, turn, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs,
                 ds_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2,
-                scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS,
+                scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
             )  # fmt: skip
             index = following(index, done, taken, COUNTER)
             done += 1
@@ -258,7 +262,7 @@ def _differentiate(
         _differentiate_tile(
             index, turn, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs,
             ds_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2,
-            scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS,
+            scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
         )  # fmt: skip
 
 
@@ -281,7 +285,6 @@ def hopper_backward_kernel(
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
     kv_full = gl.allocate_shared_memory(gl.int64, [KV_SLOTS, 1], mbarrier.MBarrierLayout())
-    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_SLOTS, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -289,17 +292,20 @@ def hopper_backward_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     taken = (0, 0, 0)
+    kv_empty = kv_full  # a program of one tile waits for no empty slot of keys
     if COUNTER:
+        kv_empty = gl.allocate_shared_memory(gl.int64, [KV_SLOTS, 1], mbarrier.MBarrierLayout())
         tile_bufs = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         taken = (tile_bufs, tile_full, tile_empty)
+        for i in gl.static_range(KV_SLOTS):
+            mbarrier.init(kv_empty.index(i), count=2)
         for i in gl.static_range(2):
             mbarrier.init(tile_full.index(i), count=1)
             mbarrier.init(tile_empty.index(i), count=2)
     for i in gl.static_range(KV_SLOTS):
         mbarrier.init(kv_full.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)

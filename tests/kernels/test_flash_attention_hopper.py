@@ -139,6 +139,18 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
         assert error <= 4e-3 * max(1.0, largest), f"d{name}: off by {error:.3g}, the largest is {largest:.3g}"
 
 
+@pytest.mark.parametrize(("tile", "rings"), [((2,), 7), ((2, "counter", 2), 10)], ids=str)
+def test_a_program_of_one_tile_has_no_barriers_for_a_next_one(
+    tile: tuple[Any, ...], rings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where each program has one tile, what the counter needs is not in the code: it is the code that was measured."""
+    made: list[int] = []
+    plain = threads.Barriers
+    monkeypatch.setattr(threads, "Barriers", lambda count: made.append(count) or plain(count))
+    test_the_partitions_together_compute_the_gradients(SHAPES[5], HopperBackwardTile(*tile))
+    assert len(made) == rings
+
+
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
 def test_nothing_is_read_before_its_copy_is_waited_for(shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LATE", True)
