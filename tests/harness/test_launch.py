@@ -136,8 +136,9 @@ def test_killing_the_runner_leaves_nothing_running(tmp_path, ranks, sig):
     command = [sys.executable, "-m", "fake_runner", str(pid_file), str(ranks)]
     runner = subprocess.Popen(command, env=environment)
     try:
-        assert wait_until(lambda: pid_file.exists() and pid_file.read_text())
-        grandchild = int(pid_file.read_text())
+        said = []  # every rank writes the file anew, and a reader can come between
+        assert wait_until(lambda: pid_file.exists() and said.append(pid_file.read_text()) is None and said[-1])
+        grandchild = int(said[-1])
         workers = [int(path.read_text()) for path in tmp_path.glob("pairbench-launch-*/rank*.pid")]
         assert runs(grandchild)
         assert workers
