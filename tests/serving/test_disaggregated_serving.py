@@ -115,8 +115,8 @@ def test_a_division_that_leaves_a_role_without_a_rank_is_skipped_with_its_reason
 
 
 def test_what_a_request_waits_for_between_its_first_tokens_is_counted(two):
-    # A turn of the decode side takes 5 ms here. Room may be granted before a prompt ends, which then waits for a part of
-    # a turn; who is not granted it by then waits for a whole one.
+    # A turn of the decode side takes 5 ms here. Where room was granted before a prompt ended, it waits for a part of a
+    # turn; who has no grant by then waits for a whole one.
     counters = two["decode is slow"][0]["counters"]
     assert counters["transfer_wait_p99_s"] >= 0.005
     assert counters["tokens_per_s_per_decode_rank"] == pytest.approx(2 * counters["tokens_per_s_per_rank"])
