@@ -100,11 +100,13 @@ class ServeCase:
     def _full_steps(self) -> dict[str, float]:
         """Where the time of decode steps of the largest batch went; nothing without graphs or such steps."""
         graphs = self.runner.graphs
-        model = None if graphs is None else graphs.full_seconds()
         steps = [s for prompt, decodes, s in self.recorder.steps if not prompt and decodes == self.config.max_running]
-        if model is None or len(steps) < FULL_STEPS:
+        steps = steps[-TIMED_STEPS:]
+        # Of the same steps on both sides: graphs remember those of earlier runs too.
+        model = graphs.full_seconds(len(steps)) if graphs is not None and len(steps) >= FULL_STEPS else None
+        if model is None:
             return {}
-        step = statistics.median(steps[-TIMED_STEPS:])
+        step = statistics.median(steps)
         return {"decode_step_s": step, "decode_model_s": model, "beside_model_share": max(0.0, 1.0 - model / step)}
 
     def close(self) -> None:

@@ -131,9 +131,10 @@ class DecodeGraphs:
         picked = [row for row, chunk in enumerate(chunks) if chunk.samples]
         return logits[to_device(torch.tensor(picked), self.runner.device)]
 
-    def full_seconds(self) -> float | None:
+    def full_seconds(self, last: int) -> float | None:
         """The device's time for the model in a step of the largest batch: the median of the last ones; None before."""
-        if not self.timed:
+        spans = list(self.timed)[-last:]
+        if not spans:
             return None
-        self.timed[-1][1].synchronize()
-        return float(statistics.median(start.elapsed_time(end) for start, end in self.timed)) / 1e3
+        spans[-1][1].synchronize()
+        return float(statistics.median(start.elapsed_time(end) for start, end in spans)) / 1e3

@@ -46,11 +46,13 @@ def test_where_full_decode_steps_went_is_counted_when_graphs_know_it() -> None:
     case: Any = ServeCase(workload, Context(torch.device("cpu"), torch.float32, seed=3), EngineConfig(max_running=4))
     full = 4
     assert "decode_step_s" not in case.counters()
-    case.runner.graphs = SimpleNamespace(full_seconds=lambda: 0.009)
+    asked: list[int] = []
+    case.runner.graphs = SimpleNamespace(full_seconds=lambda last: asked.append(last) or 0.009)
     case.recorder.steps = [(0, full, 0.010)] * 12 + [(64, full, 0.5), (0, 1, 0.001)]
     counts = case.counters()
     assert (counts["decode_step_s"], counts["decode_model_s"]) == (0.010, 0.009)
     assert counts["beside_model_share"] == pytest.approx(0.1)
+    assert asked == [12], "the model's time is that of the same steps"
     case.recorder.steps = [(0, full, 0.010)] * 3
     assert "beside_model_share" not in case.counters()
 
