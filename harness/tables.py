@@ -22,32 +22,33 @@ STATUS_STYLE = {
 }
 
 
+def _digits(value: float) -> str:
+    """Three digits, and as many as it takes before the point: ``1280``, not ``1.28e+03``."""
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def seconds(value: float) -> str:
     """A time with three digits: ``12.3 µs``."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if abs(value) >= scale:
-            return f"{value / scale:.3g} {unit}" if abs(value) < 999.5 * scale else f"{value / scale:.0f} {unit}"
-    return f"{value * 1e9:.3g} ns"
+            return f"{_digits(value / scale)} {unit}"
+    return f"{_digits(value * 1e9)} ns"
 
 
 def size(value: float) -> str:
     """A number of bytes in binary units."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if abs(value) >= 1 << power:
-            return (
-                f"{value / (1 << power):.3g} {unit}"
-                if abs(value) < 999.5 * (1 << power)
-                else f"{value / (1 << power):.0f} {unit}"
-            )
+            return f"{_digits(value / (1 << power))} {unit}"
     return f"{value:.0f} B"
 
 
 def amount(value: float, unit: str) -> str:
-    """A rate in thousands, millions, billions or trillions of its unit."""
+    """A rate in thousands, millions, billions or trillions of its unit: the largest that the field has a habit of."""
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+            return f"{_digits(value / scale)} {prefix}{unit}"
+    return f"{_digits(value)} {unit}"
 
 
 def interval(entry: Mapping[str, Any] | None) -> str:

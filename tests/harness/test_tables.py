@@ -10,6 +10,7 @@ from rich.console import Console
 
 from harness import report
 from harness.report import Reporter
+from harness.tables import amount, seconds, size
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 REASON = f"/models/llama/model-00002-of-00009.safetensors: the tensor {TENSOR!r} of shape (14336, 4096) is missing"
@@ -41,3 +42,21 @@ def test_a_long_workload_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert "…" not in text
     assert "needs a CUDA GPU" in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        (amount(1.28e15, "FLOP/s"), "1280 TFLOP/s"),
+        (amount(999.7, "tokens/s"), "1000 tokens/s"),
+        (amount(4.294e12, "B/s"), "4.29 TB/s"),
+        (amount(0.0123, "items/s"), "0.0123 items/s"),
+        (seconds(4321.0), "4321 s"),
+        (seconds(999.7e-6), "1000 µs"),
+        (seconds(1.23e-7), "123 ns"),
+        (size(1023 * 2**20), "1023 MiB"),
+        (size(1.5 * 2**30), "1.5 GiB"),
+    ],
+)
+def test_a_quantity_is_never_written_with_an_exponent(printed: str, words: str) -> None:
+    assert printed == words
