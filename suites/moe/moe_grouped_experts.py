@@ -15,7 +15,7 @@ _QWEN3: dict[str, Any] = {"dtype": "bfloat16", "width": 2048, "inner": 768, "exp
 WORKLOADS = [
     {**_SMOKE, "name": "smoke_fwd", "dtype": "float32", "skew": 0.0, "direction": "forward"},
     {**_SMOKE, "name": "smoke_both", "dtype": "float16", "skew": 1.0, "direction": "both"},
-    {**_SMOKE, "name": "smoke_odd", "dtype": "float32", "tokens": 7, "width": 33, "inner": 17, "experts": 5}
+    {**_SMOKE, "name": "smoke_odd", "dtype": "float32", "tokens": 23, "width": 65, "inner": 17, "experts": 5}
     | {"choices": 3, "skew": 2.0, "direction": "both"},
     {**_MIXTRAL, "name": "mixtral_decode64", "tier": "quick", "tokens": 64, "skew": 0.0, "direction": "forward"},
     {**_QWEN3, "name": "qwen3_decode64", "tier": "quick", "tokens": 64, "skew": 0.0, "direction": "forward"},

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,21 @@ def assert_near() -> Callable[..., None]:
     NaN and inf must stand where the oracle has them. `oracle` is float64 on the same inputs.
     """
     return _assert_near
+
+
+@pytest.fixture
+def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a product's rows are computed apart: the BLAS below it adds a row's terms in an order that
+    hangs on the row's place and on the processor, which a GPU's instructions do not."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        rows = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=d.data.dtype)
+        return TensorHandle(rows[..., 0, :] + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 @pytest.fixture(scope="session")

@@ -124,14 +124,23 @@ def assert_right(draw: Draw, tensors: list[torch.Tensor] | None = None) -> None:
     got = draw.run(tensors)
     exact = draw.plain(tensors, torch.float64)
     plain = draw.plain(tensors, draw.dtype)
-    # dQ and dK are sums of differences dP - delta that vanish where a query sees one key; delta is summed from the
-    # rounded output. What is left is the rounding of the terms, which the plain formula shows only over many keys.
+    # A score is a sum that a BLAS adds in an order of its own, by shape and processor; the backward computes it again
+    # and adds in another. Each probability is off by a rounding of the largest score, whatever the plain way's luck.
     q, k, v, do = (t.double() for t in tensors)
     scale, do_norm = draw.scale or draw.head_dim**-0.5, do.norm(dim=-1).max().item()
-    term = scale * do_norm * (ROUNDING[draw.dtype] / 2 * v.abs().max().item() + 2.0**-22 * v.norm(dim=-1).max().item())
-    floor = {"dq": term * k.abs().max().item(), "dk": term * q.abs().max().item(), "lse": 2.0**-22 * (1 + draw.softcap)}
+    score = scale * q.norm(dim=-1).max().item() * k.norm(dim=-1).max().item()
+    scored = 2.0**-24 * (min(score, draw.softcap) if draw.softcap else score)
+    # dQ and dK are sums of differences dP - delta that vanish where a query sees one key; delta is summed from the
+    # rounded output. What is left is the rounding of the terms, which the plain formula shows only over many keys.
+    term = ROUNDING[draw.dtype] / 2 * v.abs().max().item() + (2.0**-22 + scored) * v.norm(dim=-1).max().item()
+    term *= scale * do_norm
+    floor = {
+        "dq": term * k.abs().max().item(),
+        "dk": term * q.abs().max().item(),
+        "lse": 2.0**-22 * (1 + draw.softcap) + scored,
+    }
     # tanh through exp2 is exact to a float32 rounding of 1, so a capped score to one of the cap.
-    unit = ROUNDING[draw.dtype] + draw.softcap * 2.0**-22
+    unit = ROUNDING[draw.dtype] + draw.softcap * 2.0**-22 + scored
     # With two or three keys the plain formula's error on one gradient may be small by luck: pool the three.
     pooled = max(relative_error(plain[name], exact[name]) for name in ("dq", "dk", "dv"))
     for name, truth in exact.items():

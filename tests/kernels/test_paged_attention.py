@@ -191,7 +191,7 @@ def test_prefill_of_chunks_equals_float64(chunks, kv_heads, group, page, width, 
         assert_near(out[part], oracle(q[part], rows[row], width**-0.5, before), units=16)
 
 
-def test_a_row_is_the_same_to_the_bit_however_its_prompt_is_cut():
+def test_a_row_is_the_same_to_the_bit_however_its_prompt_is_cut(rows_apart):
     k, v, tables, _, _ = make_cache((100,), 2, 16, 32)
     q = draw(100, 4, 32)
 
