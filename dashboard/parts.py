@@ -15,6 +15,7 @@ from dashboard import address, glossary
 from dashboard.ahead import ahead
 from dashboard.copyable import copyable
 from dashboard.plot import Figure, Selected, plot
+from dashboard.short_table import short_table
 from dashboard.source import Judged, Source
 from dashboard.text import cut, to_csv
 from dashboard.theme import CONFIG
@@ -30,6 +31,8 @@ TITLES: Mapping[str, tuple[str, str]] = {
     "scaling": ("Scaling", "Speed and memory by number of ranks, beside the ideal."),
     "runs": ("Runs", "Each run with its conditions, its failures and its machine."),
 }
+#: Rows that nobody needs to sort or search.
+FEW = 20
 ICONS: Mapping[str, str] = {
     "overview": ":material/grid_view:",
     "technique": ":material/science:",
@@ -179,19 +182,32 @@ def table(
         key=f"table {name}" + (f" {_names(rows, select)}" if select else ""),
         **more,
     )
+    _download(rows, name, shown, label)
+    if not select:
+        return None
+    picked = list(getattr(event, "selection", {}).get("rows") or [])
+    return picked[0] if picked and picked[0] < len(rows) else None
+
+
+def short(rows: Sequence[Mapping[str, Any]], name: str, what: str) -> None:
+    """A table that downloads, as text where its rows are few; ``what`` says to a screen reader what they are."""
+    if len(rows) > FEW:
+        table(rows, name)
+        return
+    short_table(rows, what)
+    _download(rows, name, list(rows[0]), "Download as CSV")
+
+
+def _download(rows: Sequence[Mapping[str, Any]], name: str, columns: Sequence[str], label: str) -> None:
     st.download_button(
         label,
-        to_csv(rows, shown),
+        to_csv(rows, columns),
         f"pairbench-{name}.csv",
         "text/csv",
         key=f"download {name}",
         icon=":material/download:",
         on_click="ignore",
     )
-    if not select:
-        return None
-    picked = list(getattr(event, "selection", {}).get("rows") or [])
-    return picked[0] if picked and picked[0] < len(rows) else None
 
 
 def _names(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:

@@ -185,7 +185,7 @@ def _changes(found: list[lines.Line], judged: Judged) -> None:
     if not judged.whole:
         st.caption("The series are still being judged: marks may be missing, and whose doing a change was.")
     if rows:
-        parts.table(rows, "changes")
+        parts.short(rows, "changes", "changes of these series")
     else:
         st.caption("None was found in these series.")
 
