@@ -30,7 +30,8 @@ class MeasureJob:
 
     budget_s: seconds of sampling for each workload. samples: a fixed number of samples instead. timing: False for
     correctness only. skip: variants not to touch, with the reason (they crashed a worker of this run before), by
-    ``workload/variant``. interpret: Triton kernels run through the interpreter, and are not timed.
+    ``workload/variant``. interpret: Triton kernels run through the interpreter, and are not timed. until: the time
+    (seconds since 1970) after which no further workload begins.
     """
 
     technique: str
@@ -47,6 +48,7 @@ class MeasureJob:
     skip: Mapping[str, str] = field(default_factory=dict)
     interpret: bool = False
     share_gpus: bool = False
+    until: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:

@@ -9,6 +9,7 @@ A line is a JSON object. Its ``type`` says what it is:
 
 ``spent`` is where the run's seconds went: ``total_s``, ``sampling_s``, ``energy_s``, ``check_s``, ``compile_s``,
 ``memory_s``, and ``outside_share``, the share outside sampling, energy, checks and compilation (:mod:`harness.spent`).
+Beside it stands ``left``, the workloads that a run did not begin within the time it was given, where there are any.
 
 What one filters by is a plain key at the top of every line: ``schema``, ``method``, ``type``, ``id``, ``run``,
 ``time``, ``commit``, ``branch``, ``dirty``, ``gpu``, ``machine``. A measurement adds ``technique``, ``family``,

@@ -38,6 +38,7 @@ class Sink(Protocol):
 class Settings:
     """How to run: the device, the tier's time, what to do with records, and how to tell the user.
 
+    until: the time (seconds since 1970) after which no further workload begins.
     learn: gets the records of every technique that is through, before the next one starts.
     share: in a joined world, gives rank 0's text to every supervisor (:meth:`harness.world.Joined.share`).
     """
@@ -53,6 +54,7 @@ class Settings:
     model: str | None = None
     trace: str | None = None
     share_gpus: bool = False
+    until: float | None = None
     note: Callable[[str], None] = lambda text: None
     show: Callable[[list[dict[str, Any]]], None] = lambda records: None
     done: Callable[[int], None] = lambda workloads: None
@@ -91,6 +93,8 @@ class Runner:
     def __init__(self, facts: Facts, sink: Sink, settings: Settings) -> None:
         self.facts, self.sink, self.settings = facts, sink, settings
         self.records: list[dict[str, Any]] = []
+        #: Workloads that were not begun, since the time was over.
+        self.left: list[str] = []
 
     def run(self, items: Sequence[Item]) -> list[dict[str, Any]]:
         """Every record of the plan, each appended to the store as soon as its workload is through."""
@@ -98,8 +102,21 @@ class Runner:
         for item in items:
             shares[item.technique.name] = shares.get(item.technique.name, 0) + len(item.workloads)
         for item in items:
-            self._item(item, shares[item.technique.name])
+            if self._over():
+                self._leave(item, item.workloads)
+            else:
+                self._item(item, shares[item.technique.name])
         return self.records
+
+    def _over(self) -> bool:
+        """Whether no further workload begins; in a joined world all supervisors take rank 0's word."""
+        over = self.settings.until is not None and time.time() >= self.settings.until
+        if self.settings.until is None or self.settings.share is None:
+            return over
+        return bool(json.loads(self.settings.share(json.dumps(over))))
+
+    def _leave(self, item: Item, workloads: Sequence[Workload]) -> None:
+        self.left += [f"{item.technique.name} {workload.name}" for workload in workloads]
 
     def _item(self, item: Item, share: int) -> None:
         name = item.technique.name
@@ -114,6 +131,7 @@ class Runner:
             self._flush(item, progress)
             left = [w for w in left if not self._through(w, item, progress)]
             if outcome.status == "passed" and (progress.done or not left):
+                self._leave(item, left)
                 break
             go_on = self._blame(item, left, progress, outcome)
             self._flush(item, progress)
@@ -147,6 +165,7 @@ class Runner:
                 skip=dict(progress.skip),
                 interpret=settings.device == "cpu" and not settings.timing,
                 share_gpus=settings.share_gpus,
+                until=settings.until,
             )
             job.write(Path(folder) / "job.json")
             reader = EventReader(out)

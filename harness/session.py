@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from harness.assemble import Facts
 from harness.ceilings import machine_key
 from harness.devices import Found, lookup
 from harness.errors import StoreError, UsageError
-from harness.history.store import Store, default_store, require_writable
+from harness.history.store import Store, default_store, require_writable, stores_to_read
 from harness.launch import launch
 from harness.link_curve import LEAST_POINTS
 from harness.link_store import LinkKey, keep_curves, load_curves
 from harness.machine import Machine
 from harness.machine_store import require_room
 from harness.metric_names import METRICS
+from harness.missing import known_cases, lacking
 from harness.plan import Item, Request, make_plan
 from harness.provenance import provenance
 from harness.record import EXIT_CODES, new_run_id
@@ -40,6 +42,8 @@ class Options:
 
     peer: a server of somebody else to measure in the place of our own variants.
     limit_s, stall_s: seconds a technique may take in all, and without a sign of life; None takes the tier's.
+    within_s: seconds from the start after which no further workload begins; what is under way is measured to its end.
+    missing: only workloads of which the histories that are read lack an outcome on this GPU type.
     """
 
     device: str
@@ -50,6 +54,8 @@ class Options:
     budget_s: float | None = None
     limit_s: float | None = None
     stall_s: float | None = None
+    within_s: float | None = None
+    missing: bool = False
     seed: int = 0
     share_gpus: bool = False
     slo: tuple[float | None, float | None] = (None, None)
@@ -94,11 +100,16 @@ class Session:
             StoreError: the store cannot be written (before anything is measured).
         """
         options = self.options
+        until = None if options.within_s is None else time.time() + options.within_s
         self._join()
         items = self._items()
         if options.csv is not None:
             _refuse_csv(options.csv)
         where = provenance(options.device)
+        if options.missing:
+            items = self._lacking(items, where["gpu"])
+            if not items:
+                return Result()
         run = new_run_id()
         keep = options.keep and self.leads
         if keep and options.store is None:
@@ -125,7 +136,7 @@ class Session:
             facts.ceilings = machine.ceilings
             if before is not None:
                 sink.append({**facts.header("sentinel"), "when": "start", **before})
-            settings = replace(self._settings(), learn=self._curves(facts))
+            settings = replace(self._settings(), learn=self._curves(facts), until=until)
             runner: Runner | PeerRunner = (
                 Runner(facts, sink, settings)
                 if options.peer is None
@@ -135,10 +146,11 @@ class Session:
             runner.run(items)
             verdict = machine.end() if options.timing else None
             parts = spent(result.records, time.monotonic() - started)
+            left = {"left": runner.left} if runner.left else {}
             if verdict is None:
-                sink.append({**facts.header("end"), "spent": parts})
+                sink.append({**facts.header("end"), "spent": parts, **left})
             else:
-                sink.append({**facts.header("sentinel"), "when": "end", **verdict, "spent": parts})
+                sink.append({**facts.header("sentinel"), "when": "end", **verdict, "spent": parts, **left})
                 if verdict["moved"]:
                     self.reporter.warn(f"the machine moved during this run: {verdict['reason']}")
                     result.exit_code = 3
@@ -148,6 +160,10 @@ class Session:
             self.reporter.end()
             refused = _close(sink)
         self._summary(result, parts)
+        if runner.left:
+            self.reporter.warn(
+                f"not begun within {options.within_s:g} s: {', '.join(runner.left)}; `--missing` measures what is left"
+            )
         if refused is not None:
             raise refused
         return result
@@ -182,6 +198,20 @@ class Session:
             if item not in fitting:
                 self.reporter.note(f"{item.technique.name} runs on {item.ranks} rank: not measured in this world")
         return fitting
+
+    def _lacking(self, items: list[Item], gpu: str) -> list[Item]:
+        """What of the plan no history has yet: neither those that are always read nor the one that is written."""
+        if self.options.peer is not None:
+            raise UsageError("--missing tells what of our own variants is missing; leave it out with --peer-endpoint")
+        stores = [*stores_to_read(), *([Store(self.options.store)] if self.options.store else [])]
+        known = known_cases(stores, gpu) if self.leads else set()
+        if self.world is not None:  # another host may hold other histories, and all must take the same way
+            said = json.loads(self.world.share(json.dumps(sorted(known))))
+            known = {(name, workload, ranks, variant) for name, workload, ranks, variant in said}
+        left = lacking(items, known)
+        planned, missing = (sum(len(item.workloads) for item in found) for found in (items, left))
+        self.reporter.note(f"{missing} of {planned} workloads are missing for {gpu}")
+        return left
 
     def _curves(self, facts: Facts) -> Callable[[list[dict[str, Any]]], None]:
         """Gives the run the kept curves of this machine's link; what is returned adds those that the run measures.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 from harness.job import Events, MeasureJob
@@ -32,6 +33,8 @@ def main(path: str) -> None:
     chosen = [pair.variant(name) for name in pair.variants if name in job.variants]
     keep_imports(any(v.compiled for v in chosen) and any(w.tier != "smoke" for w in job.workloads))
     for workload in job.workloads:
+        if agreement.decide(job.until is not None and time.time() >= job.until):
+            break  # what was not begun is the runner's to tell
         Measurement(pair, workload, job, agreement, events).run(mesh)
     events.done()
     events.close()

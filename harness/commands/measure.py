@@ -55,6 +55,12 @@ def run(
     samples: Annotated[int | None, typer.Option(min=1, help="Exactly so many samples of each variant.")] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds of sampling for each technique.")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="Seconds a technique may take in all.")] = None,
+    within: Annotated[
+        float | None, typer.Option(min=1, help="Seconds after which no further workload begins; says what is left.")
+    ] = None,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only workloads that no history has an outcome of on this GPU type.")
+    ] = False,
     slo_ttft: Annotated[
         float | None, typer.Option(help="Goodput counts requests whose TTFT is within this (s).")
     ] = None,
@@ -98,6 +104,8 @@ def run(
         samples=samples,
         budget_s=budget,
         limit_s=timeout,
+        within_s=within,
+        missing=missing,
         seed=seed,
         share_gpus=share_gpus,
         slo=(slo_ttft, slo_tpot),

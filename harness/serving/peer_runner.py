@@ -6,6 +6,7 @@ against our engine and against a server can set the two beside each other. Impor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -50,6 +51,8 @@ class PeerRunner:
     ) -> None:
         self.facts, self.sink, self.settings, self.peer, self.measure = facts, sink, settings, peer, measure
         self.records: list[dict[str, Any]] = []
+        #: Workloads that were not begun, since the time was over.
+        self.left: list[str] = []
 
     def run(self, items: Sequence[Item]) -> None:
         """Measures every serving workload as often as our own, or as many times as samples were asked for."""
@@ -60,7 +63,12 @@ class PeerRunner:
         model = self.peer.endpoint.served_model()
         self.settings.note(f"{self.peer.endpoint.url}: {model}")
         for item in serving:
-            made = [self._record(item, workload, model) for workload in item.workloads]
+            made = []
+            for workload in item.workloads:
+                if self.settings.until is not None and time.time() >= self.settings.until:
+                    self.left.append(f"{item.technique.name} {workload.name}")
+                else:
+                    made.append(self._record(item, workload, model))
             self.settings.show(made)
 
     def _record(self, item: Item, workload: Workload, model: str) -> dict[str, Any]:

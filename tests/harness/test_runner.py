@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,41 @@ def test_a_good_run_gives_both_speedups_with_intervals(tmp_path: Path) -> None:
     assert by["optimized"]["throughput"] == pytest.approx({**by["optimized"]["throughput"], "value": 10.0})
     assert by["optimized"]["throughput"]["unit"] == "rows/s"
     assert records[0]["missing"]["mfu"]
+
+
+def _two(until: float | None, tmp_path: Path, late: bool = False) -> tuple[Runner, list[MeasureJob]]:
+    """Two techniques of two workloads; the worker begins one workload only when it is ``late``."""
+    jobs: list[MeasureJob] = []
+
+    def start(job: Job, poll: Callable[[], str | None]) -> Outcome:
+        asked = MeasureJob.read(Path(job.args[0]))
+        jobs.append(asked)
+        events = Events(Path(asked.out), 0)
+        _good(replace(asked, workloads=asked.workloads[:1]) if late else asked, events)
+        events.close()
+        poll()
+        return Outcome("passed", "", "", tmp_path)
+
+    runner = Runner(_facts(), Keeper(), Settings(device="cpu", start=start, until=until))
+    runner.run([ITEM, replace(ITEM, technique=replace(TECHNIQUE, name="other"))])
+    return runner, jobs
+
+
+def test_no_workload_begins_after_the_time_is_over_and_the_rest_is_named(tmp_path: Path) -> None:
+    runner, jobs = _two(time.time() - 1, tmp_path)
+    assert (runner.records, jobs) == ([], [])
+    assert runner.left == ["fake first", "fake second", "other first", "other second"]
+    runner, jobs = _two(time.time() + 600, tmp_path)
+    assert runner.left == []
+    assert len(runner.records) == 12
+    assert all(job.until is not None for job in jobs)
+
+
+def test_what_a_worker_did_not_begin_is_left_and_not_begun_again(tmp_path: Path) -> None:
+    runner, jobs = _two(time.time() + 600, tmp_path, late=True)
+    assert len(jobs) == 2
+    assert {r["workload"] for r in runner.records} == {"first"}
+    assert runner.left == ["fake second", "other second"]
 
 
 def test_a_crash_costs_the_variant_in_hand_and_the_rest_is_measured_again_without_it(tmp_path: Path) -> None:
