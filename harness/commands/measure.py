@@ -56,7 +56,7 @@ def run(
     budget: Annotated[float | None, typer.Option(min=0, help="Seconds of sampling for each technique.")] = None,
     timeout: Annotated[float | None, typer.Option(min=1, help="Seconds a technique may take in all.")] = None,
     within: Annotated[
-        float | None, typer.Option(min=1, help="Seconds after which no further workload begins; says what is left.")
+        float | None, typer.Option(min=0, help="Seconds after which no further workload begins; says what is left.")
     ] = None,
     missing: Annotated[
         bool, typer.Option("--missing", help="Only workloads that no history has an outcome of on this GPU type.")

@@ -74,9 +74,9 @@ def test_what_time_did_not_suffice_for_is_measured_the_next_time(tmp_path: Path)
     only = ("--workload", "smoke_fwd", "--workload", "smoke_bwd", "--set", "rows=19", "--store", str(store))
     both = ["smoke_fwd[rows=19]", "smoke_bwd[rows=19]"]
     left = [f"swiglu {name}" for name in both]
-    short = pairbench(tmp_path, *only, "--within", "1")
+    short = pairbench(tmp_path, *only, "--within", "0.01")
     assert short.returncode in (0, 3), short.stderr
-    assert f"not begun within 1 s: {', '.join(left)}; `--missing` measures what is left" in short.stderr
+    assert f"not begun within 0.01 s: {', '.join(left)}; `--missing` measures what is left" in short.stderr
     ends = [json.loads(text.splitlines()[-1]) for text in (p.read_text() for p in store.rglob("*.jsonl"))]
     assert [end["left"] for end in ends] == [left]
     assert known_cases([Store(store)], ends[0]["gpu"]) == set()

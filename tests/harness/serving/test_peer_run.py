@@ -82,6 +82,17 @@ def test_nobody_there_or_nothing_to_send_is_bad_use(server: ThreadingHTTPServer)
     assert "is the server running" in err
 
 
+def test_what_goes_to_a_server_ends_in_time_too_and_is_never_missing(server: ThreadingHTTPServer) -> None:
+    shape = ("paged_kv", "--workload", "tiny", "--no-store")
+    code, records, err = run(server, *shape, "--within", "0.01")
+    assert code in (0, 3)
+    assert records == []
+    assert "not begun within 0.01 s: paged_kv tiny" in " ".join(err.split())
+    code, records, err = run(server, *shape, "--missing")
+    assert (code, records) == (2, [])
+    assert "leave it out with --peer-endpoint" in " ".join(err.split())
+
+
 def test_a_rate_makes_points_of_the_workloads_that_send_requests() -> None:
     plan = make_plan(Request(names=("chunked_prefill",), tier="smoke", rates=(1.0, 2.0)))
     assert [w.request_rate for item in plan for w in item.workloads] == [1.0, 2.0]
