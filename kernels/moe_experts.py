@@ -5,7 +5,7 @@
 Launches, however many experts there are, none of which waits for the host:
 
     forward   count, place, gated product, second product, combine                                   5
-    backward  gate's backward, product back to x, two of weights, combine, three small ones for p    8
+    backward  gate's backward, p's gradient, product back to x, combine, two products of weights     6
 
 Kept for backward: gate and up (P, 2F) for P = T · K pairs, and the order. The activation is computed again, its product
 with p written once; the result of the second product is not kept (:mod:`kernels.moe_products`).
@@ -22,7 +22,7 @@ import torch
 import triton
 
 from kernels._rows import INTERPRETED, check_beside, check_float, on_device_of
-from kernels.moe_combine import combine
+from kernels.moe_combine import combine, sum_parts
 from kernels.moe_order import Order, expert_order
 from kernels.moe_products import gate_backward_kernel, gated_kernel, rows_kernel, weights_kernel
 
@@ -122,7 +122,7 @@ def gate_backward(
     order: Order,
     tile: Tile,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up (P, 2F), p · act (P, F), and the gradient of p by row (P,) in float32."""
+    """Gradients of gate and up (P, 2F), p · act (P, F), and parts (blocks of F, P) of p's gradient in float32."""
     pairs, many = order.order_R.shape[0], order.tiles_3N.shape[1]
     width, inner = down_EDF.shape[1:]
     blocks = triton.cdiv(inner, tile.columns)
@@ -134,7 +134,7 @@ def gate_backward(
         EVEN=width % tile.block == 0, ALL=inner % tile.columns == 0,
         **_shape_of(tile), **_options(grad_TD.dtype),
     )  # fmt: skip
-    return grad_kept, weighted, parts.sum(0)
+    return grad_kept, weighted, parts
 
 
 def weights_product(
@@ -225,11 +225,9 @@ class _Experts(torch.autograd.Function):
         need_x, _, need_router, need_gate_up, need_down, _ = ctx.needs_input_grad
         grad_x = grad_router = grad_gate_up = grad_down = None
         with on_device_of(x):
-            grad_kept, weighted, by_row = gate_backward(grad_out, down, kept, router, order, shapes.gate_backward)
+            grad_kept, weighted, parts = gate_backward(grad_out, down, kept, router, order, shapes.gate_backward)
             if need_router:
-                slots = order.slots_P.view(tokens, choices)
-                found = by_row[slots.clamp_min(0).long()]
-                grad_router = torch.where(slots < 0, 0.0, found).to(router.dtype)
+                grad_router = sum_parts(parts, order.slots_P, router)
             if need_x:
                 rows = rows_product(grad_kept, gate_up, order, shapes.back, across=True)
                 grad_x = combine(rows, order.slots_P, None, tokens, choices)

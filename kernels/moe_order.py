@@ -13,6 +13,9 @@ Products over such rows come in tiles of TILE rows of one expert. How many there
 are at most (P + min(E, P) · (TILE - 1)) / TILE the host knows too. So a grid is made for that many, `tiles` says which
 expert and rows a program has, and those without return at once: no synchronisation, no capacity, no row of padding.
 
+The numbers that hang on how many pairs there are, and the places in one allocation that do, are not specialized on:
+a rank of several gets another number of them every step, and each divisibility by 16 would be compiled anew.
+
 Sources: Gale et al., "MegaBlocks: Efficient Sparse Training with Mixture-of-Experts", 2023, sections 4 and 5.2; the
 tile table is that of block-sparse kernels, kept on the device.
 """
@@ -52,7 +55,7 @@ def _load_experts(experts_ptr, pair, pairs, experts):
     return tl.where((expert >= 0) & (expert < experts), expert, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "span"])
 def count_kernel(
     experts_ptr, counts_ptr, pairs, experts, span,
     BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
@@ -68,7 +71,11 @@ def count_kernel(
     tl.store(counts_ptr + program * EXPERTS + lane, counts)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "order_ptr", "slots_ptr", "ends_ptr", "tiles_ptr", "programs", "pairs", "room", "span", "max_tiles", "share",
+    ]
+)  # fmt: skip
 def place_kernel(
     experts_ptr, counts_ptr, order_ptr, slots_ptr, ends_ptr, tiles_ptr,
     programs, pairs, experts, room, span, max_tiles, share,

@@ -84,7 +84,7 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, TURNED: tl.constexpr):
     return tl.zeros([COLUMNS, ROWS] if TURNED else [ROWS, COLUMNS], tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order_ptr", "tiles_ptr", "max_tiles"])
 def gated_kernel(
     x_ptr, weight_ptr, act_ptr, kept_ptr, order_ptr, tiles_ptr, max_tiles, inner, width, choices, x_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, KEEP: tl.constexpr,
@@ -126,7 +126,7 @@ def gated_kernel(
     tl.store(act_ptr + row.to(tl.int64)[:, None] * inner + column[None, :], act.to(dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_ptr", "max_tiles"])
 def rows_kernel(
     a_ptr, weight_ptr, out_ptr, tiles_ptr, max_tiles, columns, length,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, ACROSS: tl.constexpr,
@@ -206,7 +206,7 @@ def _gate_backward_tile(g, p, kept, grad_kept, weighted, real, start, inner):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order_ptr", "tiles_ptr", "max_tiles", "pairs"])
 def gate_backward_kernel(
     grad_ptr, weight_ptr, kept_ptr, router_ptr, grad_kept_ptr, weighted_ptr, parts_ptr, order_ptr, tiles_ptr,
     max_tiles, pairs, inner, width, choices, grad_stride,
@@ -252,7 +252,7 @@ def gate_backward_kernel(
     tl.store(parts_ptr + block.to(tl.int64) * pairs + row, part, mask=row < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order_ptr", "ends_ptr"])
 def weights_kernel(
     a_ptr, b_ptr, out_ptr, order_ptr, ends_ptr, m_size, n_size, choices, a_stride, b_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
