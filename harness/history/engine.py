@@ -143,10 +143,11 @@ class History:
         )
 
     def _make_latest(self) -> None:
-        """``latest``: of each series the newest record, a clean one on the line before any other."""
+        """``latest``: of each variant on each workload as it is defined now the newest record, a clean one on the line
+        before any other."""
         self._connection.execute(
             f"CREATE OR REPLACE TABLE latest AS SELECT r.*, p.rank, p.standing FROM records AS r "
-            f"JOIN ({LATEST_PLACES}) AS newest ON r.place = newest.at.place AND r.row_number = newest.at.row_number "
+            f"JOIN ({LATEST_PLACES}) AS l ON r.place = l.newest.place AND r.row_number = l.newest.row_number "
             f'LEFT JOIN places AS p ON p."commit" = r."commit"'
         )
 
@@ -222,13 +223,17 @@ class History:
 
 
 #: Place of the newest record of every series. A clean record on the line comes before a dirty one, whatever the dates.
+#: A workload that was defined anew under its name takes the place of what the name stood for before, in every variant.
 LATEST_PLACES: Final = """
-    SELECT max_by({'place': r.place, 'row_number': r.row_number},
-                  ((NOT coalesce(dirty, true))::BIGINT * 4194304 + coalesce(p.rank, 0)) * 4294967296
-                  + coalesce(epoch(TRY_CAST("time" AS TIMESTAMP))::BIGINT, 0)) AS at
-    FROM records AS r LEFT JOIN places AS p ON p."commit" = r."commit"
-    WHERE type = 'measurement'
-    GROUP BY technique, variant, workload_id, dtype, gpu, ranks
+    SELECT newest FROM (
+        SELECT max_by({'place': place, 'row_number': row_number}, age) AS newest, max(age) AS age,
+               max_by(workload, age) AS workload, technique, workload_id, dtype, gpu, ranks
+        FROM (SELECT r.*, ((NOT coalesce(dirty, true))::BIGINT * 4194304 + coalesce(p.rank, 0)) * 4294967296
+                          + coalesce(epoch(TRY_CAST("time" AS TIMESTAMP))::BIGINT, 0) AS age
+              FROM records AS r LEFT JOIN places AS p ON p."commit" = r."commit" WHERE type = 'measurement')
+        GROUP BY technique, variant, workload_id, dtype, gpu, ranks)
+    QUALIFY workload_id IS NOT DISTINCT FROM
+            max_by(workload_id, age) OVER (PARTITION BY technique, workload, dtype, gpu, ranks)
 """
 
 

@@ -197,6 +197,29 @@ def test_the_newest_is_by_the_line_of_commits_and_not_by_time(
         assert [p["commit"][0] for p in since] == ["b"]
 
 
+def test_a_workload_that_was_defined_anew_takes_the_place_of_the_old_one(
+    tmp_path: Path, make_record: Make, write_run: Write
+) -> None:
+    old, new = ("a" * 40, "2026-01-01T00:00:00Z"), ("b" * 40, "2026-01-02T00:00:00Z")
+
+    def run(name: str, at: tuple[str, str], workload_id: str, *variants: str, **more: Any) -> None:
+        records = [
+            make_record(number, run=name, commit=at[0], commit_date=at[1], workload_id=workload_id, variant=variant)
+            for number, variant in enumerate(variants)
+        ]
+        write_run(tmp_path, name, [record | more for record in records])
+
+    run("r1", old, "first", "baseline", "optimized", "liger")
+    run("r2", new, "second", "baseline", "optimized")
+    run("r3", old, "other", "baseline", dtype="bfloat16")
+    run("r4", new, "third", "baseline", dirty=True)
+    with opened(tmp_path) as history:
+        found = sorted((row["variant"], row["workload_id"]) for row in query.latest(history))
+        assert found == [("baseline", "other"), ("baseline", "second"), ("optimized", "second")]
+        assert query.overview(history)[0]["workloads"] == 1
+        assert {row["workload_id"] for row in query.series_list(history)} == {"first", "second", "other", "third"}
+
+
 def test_whole_records_come_back_whole(tmp_path: Path, make_record: Make, write_run: Write) -> None:
     record = make_record(0, conditions={"clock": [1, 2, 3]}, samples={"values": [1e-3, 2e-3], "clock": "wall"})
     write_run(tmp_path, "r1", [record])
