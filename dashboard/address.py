@@ -131,16 +131,20 @@ def switch(label: str, name: str, default: bool = False, help: str | None = None
     )
 
 
-def number(
-    label: str, name: str, default: float, low: float, high: float, step: float, help: str | None = None
-) -> float:
-    """A number within bounds; one that is none, or outside, becomes the default."""
+def within(name: str, default: float, low: float, high: float) -> float:
+    """A number of the URL; one that is none, or outside its bounds, becomes the default."""
     try:
         value = float(get(name) or default)
     except ValueError:
-        value = default
-    if not low <= value <= high:
-        value = default
+        return default
+    return value if low <= value <= high else default
+
+
+def number(
+    label: str, name: str, default: float, low: float, high: float, step: float, help: str | None = None
+) -> float:
+    """A number within bounds, to be chosen."""
+    value = within(name, default, low, high)
     st.session_state[_key(name)] = value
     return float(
         st.number_input(

@@ -65,8 +65,11 @@ def lines_of(
     keys = [key for key, _ in chosen]
     found = points(history, keys)
     small = sum(map(len, found.values())) <= MOST_DETECTED
+    names = [name_of(key, row, keys) for key, row in chosen]
     lines = []
-    for key, row in chosen:
+    for key, name in zip(keys, names, strict=True):
         kept = found[key] if all_points else [point for point in found[key] if point["judged"]]
-        lines.append(Line(name_of(key, row, keys), kept, events_of(judged, key, found[key], small), key.metric))
+        # A workload that was defined anew has the same name for another series.
+        name = name if names.count(name) == 1 else f"{name} {key.workload_id}"
+        lines.append(Line(name, kept, events_of(judged, key, found[key], small), key.metric))
     return lines

@@ -34,8 +34,8 @@ def coverage(rows: Sequence[Mapping[str, Any]], metric: str, ages: Mapping[str, 
 
 def _cell(row: Mapping[str, Any], metric: str, age: float | None) -> dict[str, Any]:
     """``at`` technique and GPU type, for a click; ``words`` for hover; with a speedup, ``colour``, ``ink``, ``value``
-    and ``interval``; signs with their colours: ``sign`` for a state that is not simply passed, or for one without a
-    number, and ``stale``."""
+    and ``interval``; signs with their colours, which on a coloured cell is the ink: ``sign`` for a state that is not
+    simply passed, or for one without a number, and ``stale``."""
     shown = look(row["status"])
     entry = row[metric] if shown not in (LOOKS["wrong"], LOOKS["failed"]) else None
     cell: dict[str, Any] = {"at": [row["technique"], row["gpu"]], "words": words(row, age)}
@@ -44,14 +44,14 @@ def _cell(row: Mapping[str, Any], metric: str, age: float | None) -> dict[str, A
         cell |= {"colour": colour, "ink": on_colour(colour), "value": f"{entry['value']:.2f}×",
                  "interval": f"{entry['low']:.2f}–{entry['high']:.2f}"}  # fmt: skip
     if not entry or shown is not LOOKS["passed"]:
-        cell["sign"] = _sign(shown)
+        cell["sign"] = _sign(shown, cell)
     if row["stale"]:
-        cell["stale"] = _sign(LOOKS["stale"])
+        cell["stale"] = _sign(LOOKS["stale"], cell)
     return cell
 
 
-def _sign(shown: Look) -> list[str]:
-    return [shown.sign, shown.colour]
+def _sign(shown: Look, cell: Mapping[str, Any]) -> list[str]:
+    return [shown.sign, cell.get("ink", shown.colour)]
 
 
 def words(row: Mapping[str, Any], age: float | None) -> list[str]:

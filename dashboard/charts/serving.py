@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -120,7 +121,9 @@ def distributions(records: Rows, family: str, bound: float | None) -> go.Figure:
                 )
             )  # fmt: skip
     if bound is not None:
-        fig.add_vline(x=bound, line={"color": GREY, "dash": "dash", "width": 1}, annotation_text="SLO")
+        fig.add_vline(x=bound, line={"color": GREY, "dash": "dash", "width": 1})
+        # On a logarithmic axis the place of words is the logarithm's, and that of lines the value's.
+        fig.add_annotation(x=math.log10(bound), y=1, yref="paper", yanchor="bottom", text="SLO", showarrow=False)
     fig.update_layout(**layout(height=340))
     fig.update_xaxes(title=f"{family.upper()}, s", type="log", exponentformat="SI")
     fig.update_yaxes(title="share", range=[0, 1.02], tickformat=".0%")

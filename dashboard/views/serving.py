@@ -17,6 +17,8 @@ from harness.metric_names import METRICS
 from harness.tables import seconds
 
 LATENCIES = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "tpot_p50", "tpot_p99", "e2e_p50", "e2e_p99")
+#: The SLO on waiting for the first token in the URL: its name, default and bounds.
+TTFT_MS = ("ttft_ms", 500.0, 0.001, 1e6)
 #: Runs whose quantiles and curves are drawn.
 MOST = 8
 
@@ -76,7 +78,7 @@ def _distributions(records: Sequence[dict[str, Any]], passed: bool) -> None:
         return
     left, right = st.columns(2)
     with left:
-        parts.figure(serving.distributions(records, "ttft", _bound("ttft_ms", 500.0)), "ttft")
+        parts.figure(serving.distributions(records, "ttft", address.within(*TTFT_MS) / 1e3), "ttft")
     with right:
         parts.figure(serving.distributions(records, "itl", None), "itl")
     st.subheader("Cache use and requests running", anchor="cache")
@@ -92,20 +94,13 @@ def _distributions(records: Sequence[dict[str, Any]], passed: bool) -> None:
                 st.caption(f"These engines do not say: {title}.")
 
 
-def _bound(name: str, default: float) -> float:
-    try:
-        return float(address.get(name) or default) / 1e3
-    except ValueError:
-        return default / 1e3
-
-
 def _goodput(records: Sequence[dict[str, Any]]) -> None:
     st.subheader("Goodput under your SLO", anchor="goodput")
     if not records:
         st.caption("Needs the quantiles of a serve run that passed.")
         return
     with st.container(horizontal=True):
-        ttft = address.number("TTFT at most, ms", "ttft_ms", 500.0, 0.001, 1e6, 50.0)
+        ttft = address.number("TTFT at most, ms", *TTFT_MS, 50.0)
         tpot = address.number("TPOT at most, ms", "tpot_ms", 50.0, 0.001, 1e6, 5.0)
     rows = []
     for record in records:

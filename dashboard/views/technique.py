@@ -33,14 +33,17 @@ def render(view: parts.View) -> None:
         return
     rows = view.source.recent(f"latest {technique}", lambda history: query.latest(history, technique=technique))
     there = sorted({row["gpu"] for row in rows})
-    newest = gpu is None and bool(there)
-    if newest:
-        gpu = max(there, key=lambda name: max(str(r["time"]) for r in rows if r["gpu"] == name))
+    why = ""
+    if gpu is None and there:
+        # A machine that lacks what the technique needs, or was busy, is measured last as often as any other.
+        told = [r for r in rows if r["variant"] == "optimized" and r["status"] not in ("skipped", "unsettled")]
+        gpu, newest = (max(found, key=lambda r: str(r["time"]))["gpu"] for found in (told or rows, rows))
+        why = ", the newest" + (" with a result" if gpu != newest else "")
     own = [row for row in rows if row["gpu"] == gpu]
     _about(technique, known.get(technique), own or rows)
     if own:
         others = ", ".join(name for name in there if name != gpu)
-        parts.plain(f"Measured on {gpu}" + (f", the newest; choose above for {others}" if newest and others else ""))
+        parts.plain(f"Measured on {gpu}" + (f"{why}; choose above for {others}" if why and others else ""))
     with st.container(horizontal=True):
         parts.link(view, "history", "Its history", technique=technique, gpu=gpu)
         parts.link(view, "regressions", "Its verdicts", technique=technique, gpu=gpu)

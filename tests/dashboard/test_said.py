@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from dashboard.charts import serving
+from dashboard.queries import keys_of
+from dashboard.seriesview import lines_of
+from dashboard.source import Judged, Source
 from dashboard.views import serving as serving_page
+from harness.record import to_line
 
 Draw = Callable[..., Any]
 Stores = dict[str, Path]
@@ -25,6 +29,25 @@ def test_a_technique_says_of_which_gpu_type_its_figures_are(draw: Draw, stores: 
     assert "Measured on cpu, the newest; choose above for h200, l40s" in said
     said = texts(draw("technique", stores["whole"], technique="add_rms_norm", gpu="l40s"))
     assert "Measured on l40s\n" in said
+
+
+def test_a_technique_opens_where_it_has_a_result(draw: Draw, maker: Any) -> None:
+    def run(at: int, gpu: str, **more: Any) -> None:
+        common = maker.common(at, gpu)
+        records = maker.pair(common, "t")
+        records[1] |= more
+        folder = maker.root / gpu
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{common['run']}.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")
+
+    run(0, "h200")
+    run(1, "cpu", status="skipped", metrics={}, reason="no GPU")
+    said = [one.value for one in draw("technique", maker.root).text]
+    assert "Measured on h200, the newest with a result; choose above for cpu" in said
+    run(2, "l40s", status="error", metrics={}, reason="it broke")
+    said = [one.value for one in draw("technique", maker.root).text]
+    assert "Measured on l40s, the newest with a result; choose above for cpu, h200" not in said
+    assert "Measured on l40s, the newest; choose above for cpu, h200" in said
 
 
 def test_no_change_is_said_of_what_the_filters_show_only(draw: Draw, stores: Stores, judged: Any) -> None:
@@ -70,6 +93,35 @@ def test_lines_of_two_gpu_types_have_two_names() -> None:
     assert [trace.name for trace in serving.distributions([record("a", ttft=grid)], "ttft", None).data] == [
         "baseline, load1"
     ]
+
+
+def test_a_workload_that_was_defined_anew_is_another_line(maker: Any) -> None:
+    for at, workload_id in enumerate(("first", "second")):
+        common = maker.common(at, "h200")
+        folder = maker.root / "h200"
+        folder.mkdir(parents=True, exist_ok=True)
+        records = maker.pair(common, "t", workload_id=workload_id)
+        (folder / f"{common['run']}.jsonl").write_text("".join(map(to_line, records)), encoding="utf-8")
+    source = Source(str(maker.root))
+    source.refresh()
+    assert source.history is not None
+    chosen = keys_of(source.history, {"variant": "baseline"}, "latency")
+    assert [line.name for line in lines_of(source.history, Judged(), chosen)] == ["baseline, w first",
+                                                                                  "baseline, w second"]  # fmt: skip
+    source.close()
+
+
+def test_the_bound_stands_where_its_words_do_and_is_one_that_can_be_drawn(draw: Draw, stores: Stores) -> None:
+    figure = serving.distributions([record("a", ttft=[[0.5, 0.1], [0.9, 2.0]])], "ttft", 0.5)
+    assert figure.layout.shapes[0].x0 == 0.5
+    assert 10 ** figure.layout.annotations[0].x == pytest.approx(0.5), "a logarithmic axis places words by logarithm"
+    for word in ("-5", "0", "nan", "inf", "soon"):
+        page = draw("serving", stores["one"], ttft_ms=word)
+        assert not page.exception
+        bounds = [
+            shape["x0"] for data in given(page) for shape in json.loads(data["figure"])["layout"].get("shapes", [])
+        ]
+        assert bounds == [0.5], word
 
 
 def load(variant: str, rate: float, output: float, wait: float, **dims: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from dashboard import text, theme
+from dashboard.charts import heatmap
 from dashboard.claims import claim_rows
 from dashboard.slo import goodput, pareto, share_within
 
@@ -56,6 +57,16 @@ def _contrast(one: str, other: str) -> float:
 def test_a_number_can_be_read_on_its_cell(speedup: float) -> None:
     colour = theme.speed_colour(speedup)
     assert _contrast(colour, theme.on_colour(colour)) >= 4.5
+
+
+@pytest.mark.parametrize("speedup", [0.25, 0.5, 0.8, 1.3, 2.0, 4.0])
+def test_a_sign_can_be_seen_on_its_cell(speedup: float) -> None:
+    entry = {"value": speedup, "low": speedup, "high": speedup, "workloads": 1}
+    row = {"technique": "t", "gpu": "g", "status": "skipped", "statuses": {}, "stale": True, "behind": 1, "time": None,
+           "commit": None, "speedup": entry, "speedup_peer": None}  # fmt: skip
+    cell = heatmap.coverage([row], "speedup", {})["rows"][0]["cells"][0]
+    for _, colour in (cell["sign"], cell["stale"]):
+        assert _contrast(cell["colour"], colour) >= 4.5
 
 
 def test_a_share_is_read_between_quantiles() -> None:
