@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -182,36 +183,65 @@ def make_plans(
 
     known: plans made before for the same tokens, whose counts a muted link takes instead of asking.
     """
-    ranks, device = link.world, experts_tK.device
-    ends = torch.tensor(split_sizes(experts, ranks), device=device).cumsum(0)
-    first = torch.cat([ends.new_zeros(1), ends[:-1]])
-    rank_N = torch.arange(ranks, device=device)
-    goes, pairs = [], []
-    parts = experts_tK.split(split_sizes(len(experts_tK), chunks))
-    for part in parts:
-        there_tKN = torch.searchsorted(ends, part, right=True).unsqueeze(-1) == rank_N
-        goes.append(there_tKN.any(1))
-        pairs.append(there_tKN.sum((0, 1)))
-    mine = torch.stack([torch.stack([g.sum(0) for g in goes]), torch.stack(pairs)]).movedim(2, 0).contiguous()
+    ranks = link.world
+    sizes = split_sizes(len(experts_tK), chunks)
+    routes = [_route(part, experts, ranks) for part in experts_tK.split(sizes)]
+    mine = torch.stack([torch.stack([route.rows_N for route in routes]), torch.stack([r.pairs_N for r in routes])])
+    mine = mine.movedim(2, 0).contiguous()
     theirs = torch.empty_like(mine)  # (N, 2, chunks): rows and pairs by rank
-    link.all_to_all(theirs, mine).wait()
+    coming = link.all_to_all(theirs, mine)
+    # All that does not hang on the counts is on the device's way before the host waits for them.
+    packed = [_pack(route) for route in routes]
+    coming.wait()
     counts = torch.stack([mine, theirs]).tolist()  # the one place where the host waits
     plans = []
-    for chunk, (part, goes_tN) in enumerate(zip(parts, goes, strict=True)):
+    for chunk, (token, local, slots) in enumerate(packed):
         sent, received = ([by_rank[0][chunk] for by_rank in side] for side in counts)
         here = sum(by_rank[1][chunk] for by_rank in counts[1])
         if link.muted and known is not None:
             received, here = known[chunk].received, known[chunk].pairs
-        flat = goes_tN.T.flatten()
-        row = flat.cumsum(0) - 1
-        # A row's place among all tokens for all ranks; those that do not go meet in one element too many.
-        place = row.new_empty(sum(sent) + 1)
-        place.scatter_(0, torch.where(flat, row, sum(sent)), torch.arange(len(flat), device=device))
-        token = place[:-1] % max(1, len(part))
-        rank = place[:-1] // max(1, len(part))
-        chosen = part.index_select(0, token)
-        there = torch.searchsorted(ends, chosen, right=True) == rank[:, None]
-        local = torch.where(there, chosen - first[rank][:, None], -1).int()
-        slots = torch.where(flat, row, -1).view(ranks, len(part)).T.int().contiguous()
-        plans.append(Plan(token, slots, local, sent, received, here))
+        rows = sum(sent)
+        plans.append(Plan(token[:rows], slots, local[:rows], sent, received, here))
     return plans
+
+
+@lru_cache(maxsize=16)
+def _owners(experts: int, ranks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every rank the expert after its last, its first one, and its number: to make them anew would hold the host."""
+    ends = torch.tensor(split_sizes(experts, ranks), device=device).cumsum(0)
+    return ends, torch.cat([ends.new_zeros(1), ends[:-1]]), torch.arange(ranks, device=device)
+
+
+@dataclass
+class _Route:
+    """Where a chunk's tokens go."""
+
+    experts_tK: Tensor
+    goes_tN: Tensor
+    rows_N: Tensor
+    pairs_N: Tensor
+    owners: tuple[Tensor, Tensor, Tensor]
+
+
+def _route(experts_tK: Tensor, experts: int, ranks: int) -> _Route:
+    owners = ends, _, rank_N = _owners(experts, ranks, experts_tK.device)
+    there_tKN = torch.searchsorted(ends, experts_tK, right=True).unsqueeze(-1) == rank_N
+    goes_tN = there_tKN.any(1)
+    return _Route(experts_tK, goes_tN, goes_tN.sum(0), there_tKN.sum((0, 1)), owners)
+
+
+def _pack(route: _Route) -> tuple[Tensor, Tensor, Tensor]:
+    """Token and experts there of each row sent, with room for all tokens to go to all ranks, and every token's rows."""
+    tokens, ranks = route.goes_tN.shape
+    ends, first, _ = route.owners
+    flat = route.goes_tN.T.flatten()
+    row = flat.cumsum(0) - 1
+    # A row's place among all tokens for all ranks; those that do not go meet in one element too many.
+    place = row.new_zeros(len(flat) + 1)
+    place.scatter_(0, torch.where(flat, row, len(flat)), torch.arange(len(flat), device=flat.device))
+    token, rank = place[:-1] % max(1, tokens), place[:-1] // max(1, tokens)
+    chosen = route.experts_tK.index_select(0, token)
+    there = torch.searchsorted(ends, chosen, right=True) == rank[:, None]
+    local = torch.where(there, chosen - first[rank][:, None], -1).int()
+    slots = torch.where(flat, row, -1).view(ranks, tokens).T.int().contiguous()
+    return token, local, slots

@@ -14,7 +14,7 @@ from harness.pair import Context
 from harness.workload import parse_workload
 from impls.moe.routing import draw_routing
 from impls.parallel import expert_bytes, expert_parallel
-from impls.parallel.token_exchange import add_up
+from impls.parallel.token_exchange import add_up, make_plans
 
 WORKERS = Path(__file__).parent / "workers"
 SEED = 7  # the worker's
@@ -215,6 +215,31 @@ class _Watched:
 
     def wait(self):
         self.moving -= 1
+
+
+def test_of_a_second_step_s_plans_only_the_counts_pass_between_host_and_device():
+    """What is made of the host's numbers holds the host until all before it is done, as what is read from the device
+    does. All is launched before the counts are waited for: what comes after is views of it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Told(_Watched):
+        def wait(self):
+            names.append("wait")
+
+    names = []
+    experts = torch.tensor([[0, 5], [2, 3], [7, 1]])
+    first = make_plans(Told(), experts, 8, 2, None)
+    names.clear()
+    with Seen():
+        second = make_plans(Told(), experts, 8, 2, None)
+    assert not {"lift_fresh", "_local_scalar_dense", "nonzero", "item"} & set(names)
+    assert set(names[names.index("wait") + 1 :]) <= {"stack", "slice"}
+    assert [plan.experts_sK.tolist() for plan in second] == [plan.experts_sK.tolist() for plan in first]
 
 
 @pytest.mark.parametrize(("chunks", "moving"), [(1, [0, 0]), (2, [3, 1, 1, 1])])
