@@ -101,7 +101,7 @@ def draw(view: parts.View, module: ModuleType) -> None:
         parts.plain(source.problem)
     if source.history is None:
         parts.nothing("There is nothing to show.", "The store could not be opened.", "Name one that can be:",
-                      "pairbench dashboard --store FOLDER_OR_URL")  # fmt: skip
+                      parts.ANOTHER)  # fmt: skip
         return
     if not source.state:
         return

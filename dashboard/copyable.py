@@ -29,7 +29,7 @@ export default function ({data, parentElement}) {
     const button = parentElement.querySelector("button"), words = parentElement.querySelector("pre");
     if (words.textContent !== data.text) words.textContent = data.text;
     button.onclick = async () => {
-        await (navigator.clipboard?.writeText(data.text) ?? Promise.reject()).catch(() => byField(data.text));
+        await (navigator.clipboard?.writeText(data.copied) ?? Promise.reject()).catch(() => byField(data.copied));
         button.textContent = "Copied";
         setTimeout(() => { button.textContent = "Copy"; }, 1500);
     };
@@ -37,6 +37,7 @@ export default function ({data, parentElement}) {
 """
 
 
-def copyable(text: str, key: str) -> None:
-    """Show text in a box that scrolls, with a button that copies it."""
-    st.components.v2.component("pairbench_copy", html=HTML, css=CSS, js=JS)(data={"text": text}, key=key)
+def copyable(text: str, key: str, copied: str | None = None) -> None:
+    """Show text in a box that scrolls, with a button that copies it, or ``copied`` in its place."""
+    data = {"text": text, "copied": text if copied is None else copied}
+    st.components.v2.component("pairbench_copy", html=HTML, css=CSS, js=JS)(data=data, key=key)

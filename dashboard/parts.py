@@ -31,6 +31,7 @@ TITLES: Mapping[str, tuple[str, str]] = {
     "scaling": ("Scaling", "Speed and memory by number of ranks, beside the ideal."),
     "runs": ("Runs", "Each run with its conditions, its failures and its machine."),
 }
+ANOTHER = "pairbench dashboard --store FOLDER_OR_URL"
 #: Rows that nobody needs to sort or search.
 FEW = 20
 ICONS: Mapping[str, str] = {
@@ -97,16 +98,17 @@ def empty_store(view: View) -> None:
         nothing(
             "Nothing here can be shown.",
             "The stores hold something, and no measurement in it could be read: the reasons stand above.",
-            "What helps is said there; nothing was changed. To look at each part, or at another store:",
-            "pairbench history verify\npairbench dashboard --store FOLDER_OR_URL",
+            "What helps is said there; nothing was changed. To look at another store:",
+            ANOTHER,
         )
     else:
         nothing(
             "The history is empty.",
-            "No record was found in the stores that are read:",
-            "Measure something, or name another store with `--store`.",
-            "pairbench run\npairbench dashboard --store FOLDER_OR_URL",
+            "No record was found in the stores that are read.",
+            "Measure something, or name another store with `--store`:",
         )
+        shown, copied = view.source.over("pairbench run")
+        copyable(f"{shown}\n{ANOTHER}", "copy empty", f"{copied}\n{ANOTHER}")
     copyable("\n".join(view.source.urls()), "copy stores")
 
 
@@ -126,12 +128,14 @@ def damage(view: View) -> None:
     if other:
         st.warning(
             f"{other} part(s) of the store could not be read and are not shown; everything else is. "
-            "`pairbench history verify` lists them; nothing is deleted by looking.",
+            "What they are stands below; nothing is deleted by looking.",
             icon=":material/broken_image:",
         )
     with st.expander("What could not be read"):
         rows = [{"file": item.file, "line": item.line or None, "reason": item.reason} for item in found]
         table(rows, "damage", height=240)
+        st.caption("To look through all of it again:")
+        command_over(view, "pairbench history verify", "verify")
 
 
 def figure(fig: Figure, key: str, of: str = "", selects: bool = False) -> Selected:
@@ -230,6 +234,12 @@ def command(text: str | None, name: str = "command") -> None:
     """A command to copy; ``name`` is its own on the page."""
     if text:
         copyable(text, f"copy {name}")
+
+
+def command_over(view: View, text: str, name: str) -> None:
+    """A command that reads the history, over the same stores as this page."""
+    shown, copied = view.source.over(text)
+    copyable(shown, f"copy {name}", copied)
 
 
 def verdicts(view: View) -> Judged:

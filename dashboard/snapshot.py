@@ -83,7 +83,7 @@ def html_page(snapshot: Snapshot) -> str:
     assert history is not None
     damage = (
         f"<p>⚠ {len(history.damage)} part(s) of the store could not be read and are left out; "
-        "<code>pairbench history verify</code> lists them.</p>"
+        f"<code>{esc(_verify(snapshot))}</code> lists them.</p>"
         if history.damage
         else ""
     )
@@ -108,6 +108,11 @@ def html_page(snapshot: Snapshot) -> str:
             "<a href='#words'>Words</a></nav>"
         )
     return head + damage + body + _words() + "</body></html>\n"
+
+
+def _verify(snapshot: Snapshot) -> str:
+    """The command that lists what could not be read; a page and a summary go to others, and tell of no path."""
+    return snapshot.source.over("pairbench history verify")[0].replace("`", "")
 
 
 def _coverage(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -239,7 +244,7 @@ def markdown_summary(snapshot: Snapshot) -> str:
     if not snapshot.rows and unread:
         return (
             f"**pairbench**: nothing could be read, {len(unread)} part(s) are damaged or newer: "
-            "`pairbench history verify` lists them.\n"
+            f"`{_verify(snapshot)}` lists them.\n"
         )
     if not snapshot.rows:
         return "**pairbench**: the history is empty; `pairbench run` makes a first record.\n"
@@ -258,7 +263,7 @@ def markdown_summary(snapshot: Snapshot) -> str:
     if len(rows) > len(shown):
         parts.append(f"… and {len(rows) - len(shown)} more.")
     if unread:
-        parts.append(f"{len(unread)} part(s) of the store could not be read: `pairbench history verify`.")
+        parts.append(f"{len(unread)} part(s) of the store could not be read: `{_verify(snapshot)}`.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,6 +6,7 @@ Nothing here imports Streamlit, so that the snapshot and the tests use it as the
 from __future__ import annotations
 
 import atexit
+import shlex
 import threading
 import time
 from collections import OrderedDict
@@ -98,6 +99,15 @@ class Source:
     def names(self) -> list[str]:
         """The stores as a person calls them: no path that tells of the machine."""
         return [store_name(url) for url in self.urls()]
+
+    def over(self, command: str) -> tuple[str, str]:
+        """A command of ``pairbench`` over what is read here, which without ``--store`` is what the dashboard reads when
+        it is told nothing: as it is shown, with no path that tells of the machine, and as it runs anywhere on it."""
+        if self.store is None:
+            return command, command
+        name = store_name(self.store)
+        whole = name if "://" in self.store else str(Path(self.store).resolve())
+        return f"{command} --store {shlex.quote(name)}", f"{command} --store {shlex.quote(whole)}"
 
     def refresh(self) -> None:
         """Take in what is new. What goes wrong stands in ``problem``; what was read before is then shown on."""

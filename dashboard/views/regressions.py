@@ -178,4 +178,4 @@ def _one(view: parts.View, v: Verdict) -> None:
     parts.command(body.get("reproduce"))
     if v.verdict == "regressed" and v.acknowledged is None and body.get("commit"):
         st.caption("Find the commit, or accept the change in `acknowledged.toml`:")
-        parts.command(f"pairbench bisect {shlex.quote(key.text)}", "bisect")
+        parts.command_over(view, f"pairbench bisect {shlex.quote(key.text)}", "bisect")

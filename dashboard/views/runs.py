@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,7 +75,7 @@ def _run(view: parts.View, row: Row) -> None:
     run = row["run"]
     st.subheader("Selected run", anchor="run")
     parts.plain(f"{run} on {row['gpu']} ({row['machine']}), {short(row['commit'])} {row['subject'] or ''}")
-    parts.command(f"pairbench show {run}")
+    parts.command_over(view, f"pairbench show {shlex.quote(run)}", "command")
     lines = view.source.recent(f"run {run}", lambda history: history.lines("run = ?", [run]))
     _sentinel([line for line in lines if line["type"] == "sentinel"])
     records = [line for line in lines if line["type"] == "measurement"]

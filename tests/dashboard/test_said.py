@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from dashboard.charts import serving
 from dashboard.queries import keys_of
 from dashboard.seriesview import lines_of
 from dashboard.source import Judged, Source
 from dashboard.views import serving as serving_page
+from harness.cli import make_app
 from harness.record import to_line
 
 Draw = Callable[..., Any]
@@ -162,6 +165,23 @@ def test_memory_has_its_ideal_beside_it(draw: Draw, stores: Stores, judged: Any)
     assert ideal["y"][2] == ideal["y"][0] / 4
 
 
-def given(page: Any) -> list[Any]:
+def given(page: Any, component: str = "pairbench_plot") -> list[Any]:
     protos = [element.proto for element in page.get("bidi_component")]
-    return [json.loads(proto.json or proto.mixed.json) for proto in protos if proto.component_name == "pairbench_plot"]
+    return [json.loads(proto.json or proto.mixed.json) for proto in protos if proto.component_name == component]
+
+
+def test_a_command_reads_the_store_that_the_page_reads(draw: Draw, stores: Stores, maker: Any) -> None:
+    (maker.root / "of mine").mkdir(parents=True)
+    for name, store, command in (
+        ("runs", stores["damaged"], "pairbench show"),
+        ("runs", stores["damaged"], "pairbench history verify"),
+        ("overview", maker.root / "of mine", "pairbench run"),
+    ):
+        copies = given(draw(name, store), "pairbench_copy")
+        found = next(data for data in copies if data["text"].startswith(command))
+        assert shlex.split(found["text"].splitlines()[0])[-2:] == ["--store", store.name], "no path of the machine"
+        words = shlex.split(found["copied"].splitlines()[0])
+        assert words[-2:] == ["--store", str(store)]
+        if command != "pairbench run":
+            done = CliRunner().invoke(make_app(), words[1:])
+            assert "newer" in done.output + str(done.exception), "what this very store holds is not said"
