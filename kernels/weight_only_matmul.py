@@ -11,7 +11,9 @@ M = 16. At 4.16 TB/s 14336 by 4096 takes 14.1 µs in int8 and 7.3 µs in int4 wi
 Design. Weights are the rows of the product and tokens its columns (``turned``): 16 columns are the tensor cores' least,
 and the widened weights go from registers into the product without a way through shared memory. Whole numbers up to 8
 bits are exact in bfloat16, so nothing is rounded before the product; the float32 sum of a group meets its scale once,
-not every weight. Loads of the next tiles are in flight (``num_stages``), and a group's scale is loaded a group ahead.
+not every weight. Loads of the next tiles are in flight (``num_stages``). A scale is two bytes, which no asynchronous
+copy takes: a program asks for those of all its groups at the start, into the L2, and loads each a group ahead. From
+memory, a small tile would wait for every group's scale longer than it works on the group.
 
 Widening must cost less than the loads, and conversion instructions, sixteen a clock and multiprocessor, would not: the
 bits are placed into the mantissa of a number whose unit is one and that number is taken off again, two weights at once
@@ -117,6 +119,21 @@ def _widen(words, PLACE: tl.constexpr, like, BITS: tl.constexpr, BIT_TRICKS: tl.
     return q
 
 
+@triton.jit
+def _into_l2(scales_ptr, rows, first_row, first, last, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Asks for ROWS scales of the groups from `first` to `last`, one request for each 32 bytes; waits for nothing."""
+    A_SECTOR: tl.constexpr = 256 // scales_ptr.dtype.element_ty.primitive_bitwidth
+    row = first_row + tl.arange(0, ROWS // A_SECTOR) * A_SECTOR
+    for group in tl.range(first, last + 1, AT_ONCE):
+        groups = group + tl.arange(0, AT_ONCE)
+        wanted = (groups <= last)[:, None] & (row < rows)[None, :]
+        place = scales_ptr + groups.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+            "=r,l,r", [place.to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks", "share"])
 def weight_only_kernel(
     x_ptr, weight_ptr, scales_ptr, out_ptr, tokens, rows, columns, x_stride, blocks, share,
@@ -146,9 +163,16 @@ def weight_only_kernel(
     if BLOCKS_A_GROUP == 0:
         scale = tl.load(scales_ptr + row, mask=real_row, other=0.0).to(tl.float32)
     else:
-        scale = tl.load(scales_ptr + (start // BLOCKS_A_GROUP).to(tl.int64) * rows + row, mask=real_row, other=0.0)
+        first_group = start // BLOCKS_A_GROUP
+        if not WIDE:
+            _into_l2(scales_ptr, rows, tl.program_id(1) * ROWS, first_group, (stop - 1) // BLOCKS_A_GROUP, ROWS, 32)
+        scale = tl.load(scales_ptr + first_group.to(tl.int64) * rows + row, mask=real_row, other=0.0)
 
     for block in tl.range(start, stop):
+        if BLOCKS_A_GROUP:
+            present = scale
+            following = tl.minimum(block + 1, blocks - 1) // BLOCKS_A_GROUP
+            scale = tl.load(scales_ptr + following.to(tl.int64) * rows + row, mask=real_row, other=0.0)
         packed = tl.load(weight + block * LANES, mask=real_row[:, None], other=0)
         part = tl.zeros([ROWS, TOKENS], tl.float32) if BLOCKS_A_GROUP else acc
         for place in tl.static_range(PARTS):
@@ -161,9 +185,6 @@ def weight_only_kernel(
             q = _widen(packed, place, piece, BITS, BIT_TRICKS)
             part = tl.dot(q, piece, part, input_precision="ieee" if EXACT else "tf32")
         if BLOCKS_A_GROUP:
-            present = scale
-            following = tl.minimum(block + 1, blocks - 1) // BLOCKS_A_GROUP
-            scale = tl.load(scales_ptr + following.to(tl.int64) * rows + row, mask=real_row, other=0.0)
             acc += part * present.to(tl.float32)[:, None]
         else:
             acc = part

@@ -235,6 +235,8 @@ def test_on_hopper_weights_are_widened_in_registers_and_nothing_spills(compile_f
         assert "lop3.b32" in report["ptx"]
         assert not re.search(r"cvt\.rn\.\w+\.s(8|16|32)", report["ptx"]), "a conversion instruction a weight"
         assert re.search(r"cp\.async\.c[ag]\.shared\.global .*0x10", report["ptx"])
+        grouped = bool(job["arguments"]["BLOCKS_A_GROUP"])  # its scales would come from memory one latency a group
+        assert ("prefetch.global.L2" in report["ptx"]) == grouped
 
 
 @pytest.mark.slow
