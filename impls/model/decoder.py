@@ -64,6 +64,11 @@ class CausalAttention:
     def __call__(self, layer: int, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+        if grouped and q_BHSE.is_cuda and q_BHSE.dtype == torch.float32:
+            # The kernel that keeps no scores in float32 knows no groups: given groups, torch writes all scores out.
+            group = q_BHSE.shape[1] // k_BKSE.shape[1]
+            k_BKSE, v_BKSE = (x.repeat_interleave(group, dim=1) for x in (k_BKSE, v_BKSE))
+            grouped = False
         out_BHSE = F.scaled_dot_product_attention(q_BHSE, k_BKSE, v_BKSE, is_causal=True, enable_gqa=grouped)
         return out_BHSE.transpose(1, 2)
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
+from impls.model import decoder
 from impls.model.cache import KVCache
 from impls.model.config import SHAPES, ModelConfig
 from impls.model.decoder import CausalAttention, Parts, keep_unrotated, replace_linears, rms_norm, rotate
@@ -235,3 +237,22 @@ def test_gradients_flow_when_asked(tokens):
     model(tokens).logsumexp(-1).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert not any(p.requires_grad for p in load_model(shape="tiny").parameters())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "repeated"),
+    [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cpu", torch.float32, False)],
+)
+def test_grouped_heads_take_a_kernel_that_writes_no_scores(monkeypatch, device, dtype, repeated):
+    """In float32 on a GPU torch's kernel without scores refuses groups; those for 16 bits and a CPU's take them."""
+    seen = []
+
+    def attention(q, k, v, is_causal, enable_gqa):
+        seen.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(decoder.F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 8, heads, 16, device=device, dtype=dtype) for heads in (6, 2))
+        assert CausalAttention()(0, q, k, k).shape == q.shape
+    assert seen == ([(6, 6, False)] if repeated else [(2, 2, True)])

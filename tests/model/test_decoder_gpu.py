@@ -5,6 +5,7 @@ import torch
 
 from impls.model.cache import KVCache
 from impls.model.config import SHAPES
+from impls.model.decoder import CausalAttention
 from impls.model.weights import load_model
 
 pytestmark = pytest.mark.gpu
@@ -58,3 +59,16 @@ def test_a_decode_step_replayed_as_a_graph_equals_the_eager_step(cuda):
         graph.replay()
         wanted = cuda(token, place, eager.extend(place))
         torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_of_grouped_heads_writes_no_scores(dtype):
+    rows, heads, kv_heads, width = 8192, 8, 2, 64
+    q, k, v = (
+        torch.randn(1, rows, h, width, device="cuda", dtype=dtype, requires_grad=True)
+        for h in (heads, kv_heads, kv_heads)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    CausalAttention()(0, q, k, v).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < rows**2 * dtype.itemsize
