@@ -74,6 +74,7 @@ class Float32:
         self.model = shared.empty_model(shared.model_config(workload), ctx)
         self.params = dict(self.model.named_parameters())
         self.losses: deque[Tensor] = deque(maxlen=CURVE)
+        self.optimizer: Any = None
         self._inputs: Inputs | None = None
         self._counters: dict[str, float] = {}
 
@@ -83,7 +84,7 @@ class Float32:
         with torch.no_grad():
             for name, param in self.params.items():
                 param.copy_(inputs[f"weight.{name}"])
-        self.release()
+        self.unload()
         self.restart()
         self.tokens: Tensor = inputs["tokens"]
         self.losses.clear()
@@ -106,6 +107,11 @@ class Float32:
         """Free the gradients of the last step."""
         for param in self.params.values():
             param.grad = None
+
+    def unload(self) -> None:
+        """Give gradients and moments back; :meth:`load` starts anew. All ways beside the oracle would not fit."""
+        self.release()
+        self.optimizer = None
 
     # -- what a way may do otherwise ---------------------------------------------------------------------------------
 
@@ -257,10 +263,7 @@ class BFloat16(Float32):
     def restart(self) -> None:
         assert self._inputs is not None
         generator = torch.Generator(self.ctx.device).manual_seed(self._inputs.seed)
-        self.alone = BFloat16AdamW(self.params.values(), self.rounding, generator, **ADAMW)
-
-    def update(self) -> None:
-        self.alone.step()
+        self.optimizer = BFloat16AdamW(self.params.values(), self.rounding, generator, **ADAMW)
 
 
 class TF32(Float32):

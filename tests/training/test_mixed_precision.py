@@ -248,3 +248,17 @@ def test_the_prediction_lies_between_no_gain_and_the_ratio_of_rates():
     for raw in WORKLOADS:
         speedup = PAIR.predict(parse_workload(PAIR.name, raw, "test"))
         assert 1 < speedup < mixed.PRODUCTS / mixed.FLOAT32
+
+
+@pytest.mark.parametrize("name", ["baseline", *NARROW])
+def test_what_is_unloaded_holds_its_weights_alone_and_runs_again_when_loaded(name):
+    case = case_of(variant(name))
+    given = case._inputs
+    case.run()
+    first = case.losses[0].clone()
+    case.unload()
+    assert case.optimizer is None
+    assert all(param.grad is None for param in case.params.values())
+    case.load(given)
+    case.run()
+    assert torch.equal(case.losses[0], first)
