@@ -16,17 +16,17 @@ from dashboard.text import cut, esc
 STYLE: Final = (
     "<style>"
     ".short {overflow-x: auto; font-size: 0.85rem; margin: 0.2rem 0 0.6rem;}"
-    ".short table {border-collapse: collapse; width: 100%;}"
-    ".short th, .short td {text-align: left; padding: 0.25rem 0.6rem; white-space: nowrap; max-width: 26em;"
-    " overflow: hidden; text-overflow: ellipsis; border-bottom: 1px solid rgba(128, 128, 128, 0.3);}"
+    ".short table {border-collapse: collapse; width: max-content; min-width: 100%;}"
+    ".short th, .short td {text-align: left; vertical-align: top; padding: 0.25rem 0.6rem; max-width: 26em;"
+    " overflow-wrap: anywhere; border-bottom: 1px solid rgba(128, 128, 128, 0.3);}"
     ".short th {font-weight: 600;}"
     "</style>"
 )
 
 
 def short_table(rows: Sequence[Mapping[str, Any]], label: str) -> None:
-    """Draw rows of the same columns as text; ``label`` says to a screen reader what they are. A cell that is too wide
-    shows its whole text when it is pointed at, and gives it when it is copied."""
+    """Draw rows of the same columns as text; ``label`` says to a screen reader what they are. Long text is on several
+    lines: a phone and a keyboard have no pointer to ask for the rest of it with."""
     names = list(rows[0])
     head = "".join(f'<th scope="col">{esc(name)}</th>' for name in names)
     body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in names)}</tr>" for row in rows)
@@ -35,5 +35,4 @@ def short_table(rows: Sequence[Mapping[str, Any]], label: str) -> None:
 
 
 def _cell(value: Any) -> str:
-    text = esc(cut("" if value is None else value, 400))
-    return f'<td title="{text}">{text}</td>'
+    return f"<td>{esc(cut('' if value is None else value, 400))}</td>"

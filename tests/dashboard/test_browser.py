@@ -251,6 +251,20 @@ def test_a_row_that_is_selected_stays_the_one_that_was_whatever_the_filters_show
     assert watched.faults == []
 
 
+def test_a_long_subject_can_be_read_whole_without_a_pointer(browser: Any, address: str, evil: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    watched = Watched(context.new_page())
+    watched.page.goto(f"{address}/history?technique=add_rms_norm&gpu=h200")
+    watched.settle("History")
+    cell = watched.page.get_by_role("table", name="changes of these series").get_by_role("cell", name=evil, exact=True)
+    cell.wait_for(timeout=WAIT_MS)
+    hidden = cell.evaluate("c => [c.scrollWidth > c.clientWidth, c.scrollHeight > c.clientHeight, c.offsetWidth > 390]")
+    assert hidden == [False, False, False]
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert watched.faults == []
+    context.close()
+
+
 def _select_row(watched: Watched, number: int) -> None:
     """Tick a row of the first table; it is a canvas, so by its place."""
     box = watched.page.get_by_test_id("stDataFrame").first.bounding_box()
