@@ -49,7 +49,7 @@ class Shapes(NamedTuple):
     weights: Tile
 
 
-def launch_shapes(pairs: int, experts: int, itemsize: int) -> Shapes:
+def launch_shapes(pairs: int, experts: int, itemsize: int, whole: bool = True) -> Shapes:
     """By the rows that an expert has on average, which is all that the host knows.
 
     Up to 64 the products bind to memory: turned, tiles of rows that hold an expert's rows in one as a rule (half as
@@ -57,6 +57,8 @@ def launch_shapes(pairs: int, experts: int, itemsize: int) -> Shapes:
     columns, the largest whose float32 sums (128 registers a thread) leave room; the gated product has them as 128 of
     the gate and 128 of up. The product of weights finds its rows through the order, whose loads take every other of its
     stages. Float32 goes without tensor cores and takes what fits.
+
+    whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
     """
     average = triton.cdiv(pairs, experts)
     rows = max(16, min(128, triton.next_power_of_2(average + average // 2)))
@@ -64,6 +66,9 @@ def launch_shapes(pairs: int, experts: int, itemsize: int) -> Shapes:
         rows = min(rows, 32)
         small = Tile(rows, 32, 32, 4, 2, 8)
         return Shapes(small, small, small, small, Tile(32, 32, 32, 4, 2, 8))
+    if not whole:
+        small = Tile(min(rows, 64), 64, 32, 4, 2, 8)
+        return Shapes(small, small, small, small, Tile(64, 64, 32, 4, 2, 8))
     weights = Tile(128, 256, 64, 8, 7, 8)
     if rows <= 64:
         few = Tile(rows, 128, 64, 4, 4, 64)
@@ -72,6 +77,11 @@ def launch_shapes(pairs: int, experts: int, itemsize: int) -> Shapes:
         )
     many = Tile(128, 256, 64, 8, 4, 8)
     return Shapes(many._replace(columns=128), many, many, many, weights)
+
+
+def _shapes(pairs: int, x: torch.Tensor, gate_up: torch.Tensor) -> Shapes:
+    experts, double, width = gate_up.shape
+    return launch_shapes(pairs, experts, x.element_size(), whole=(double // 2) % 16 == width % 16 == 0)
 
 
 def _options(dtype: torch.dtype) -> dict[str, bool]:
@@ -186,7 +196,7 @@ def _forward(
 ) -> tuple[torch.Tensor, Order, torch.Tensor | None]:
     tokens, choices = experts.shape
     pairs = tokens * choices if most is None else min(tokens * choices, most)
-    shapes = launch_shapes(pairs, gate_up.shape[0], x.element_size())
+    shapes = _shapes(pairs, x, gate_up)
     with on_device_of(x):
         order = expert_order(experts, gate_up.shape[0], shapes.gated.rows, most)
         if not order.order_R.numel():
@@ -220,7 +230,7 @@ class _Experts(torch.autograd.Function):
         if not order.order_R.numel():
             return torch.zeros_like(x), None, *(torch.zeros_like(t) for t in (router, gate_up, down)), None
         tokens, choices = router.shape
-        shapes = launch_shapes(len(order.order_R), gate_up.shape[0], x.element_size())
+        shapes = _shapes(len(order.order_R), x, gate_up)
         grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
         need_x, _, need_router, need_gate_up, need_down, _ = ctx.needs_input_grad
         grad_x = grad_router = grad_gate_up = grad_down = None

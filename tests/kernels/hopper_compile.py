@@ -4,8 +4,9 @@ Run as a program: a list of jobs as JSON on stdin, a list of reports as JSON on 
 because the tests run under Triton's interpreter, whose kernels cannot be compiled.
 
 A job is {"kernel": "module:name", "arguments": {name: type or constant}, "warps": n, "options": {...}}: the string
-"*bf16" or "i64" is a run-time argument (pointers and integers taken as divisible by 16), {"dtype": "bf16"} a constant
-that is a dtype of Triton, anything else a constant.
+"*bf16" or "i64" is a run-time argument (pointers and integers taken as divisible by 16, but those that the kernel does
+not specialize on and those named in "odd"), {"dtype": "bf16"} a constant that is a dtype of Triton, anything else a
+constant.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def report(job: dict[str, Any]) -> dict[str, Any]:
         value = job["arguments"][argument]
         if isinstance(value, str):
             signature[argument] = value
-            if not value.startswith("fp"):
+            odd = kernel.params[index].do_not_specialize or argument in job.get("odd", ())
+            if not (odd or value.startswith("fp")):
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[argument] = "constexpr"

@@ -150,7 +150,7 @@ def test_both_ways_of_a_product_and_of_its_tiles_agree(turned, columns, monkeypa
     plain = tile._replace(turned=False)
     back, weights = tile._replace(columns=16), plain._replace(rows=32)
     shapes = module.Shapes(tile, tile, plain._replace(columns=columns), back, weights)
-    monkeypatch.setattr(module, "launch_shapes", lambda *_: shapes)
+    monkeypatch.setattr(module, "launch_shapes", lambda *_, **__: shapes)
     sizes = (23, 2, 3, 41, 37) if columns < 37 else (7, 2, 2, 24, 150)
     check(*drawn(*sizes, torch.float16), assert_near, units=4)
 
@@ -203,32 +203,46 @@ def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, wi
     check(*drawn(tokens, 2, 5, width, inner, torch.bfloat16), assert_near, units=4)
 
 
+def hopper_jobs(pairs, count, whole=True):
+    """Names and jobs of the products for that many pairs and experts, backward where there are many."""
+    jobs, names = [], []
+    gated, down, gate, back, weights = launch_shapes(pairs, count, 2, whole)
+    back_too = pairs > 1000
+    many = [("gate_backward_kernel", gate, {"EVEN": whole, "ALL": whole})] if back_too else []
+    many += [("rows_kernel", back, {"ACROSS": True, "TURNED": False, "EVEN": whole, "ALL": whole})] if many else []
+    many += [("weights_kernel", weights, {"GATHER_A": gather}) for gather in (True, False) if many]
+    for name, tile, constants in [
+        ("gated_kernel", gated, {"KEEP": back_too, "TURNED": gated.turned, "EVEN": whole}),
+        ("rows_kernel", down, {"ACROSS": False, "TURNED": down.turned, "EVEN": whole, "ALL": whole}),
+        *many,
+    ]:
+        kernel = getattr(__import__("kernels.moe_products", fromlist=[name]), name)
+        others = {"order_ptr": "*i32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "parts_ptr": "*fp32"}
+        arguments = {a: others.get(a, "*bf16" if a.endswith("_ptr") else "i32") for a in kernel.arg_names}
+        arguments |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "BLOCK": tile.block, "GROUP": tile.group}
+        arguments |= {"EXACT": False, "WIDE": False, **constants}
+        names.append(f"{name} {constants}")
+        odd = [] if whole else [name for name, kind in arguments.items() if kind == "i32"]
+        jobs.append({"kernel": f"kernels.moe_products:{name}", "arguments": arguments, "ptx": True, "odd": odd})
+        jobs[-1] |= {"warps": tile.warps, "options": {"num_stages": tile.stages}}
+    return names, jobs
+
+
 @pytest.mark.slow
 def test_on_hopper_operands_are_copied_whole_and_loops_do_not_spill(compile_for_hopper):
-    jobs, names = [], []
-    for pairs, count in [(32768, 8), (512, 128)]:
-        shapes = launch_shapes(pairs, count, 2)
-        gated, down, gate, back, weights = shapes
-        many = [("gate_backward_kernel", gate, {"EVEN": True, "ALL": True})] if pairs > 1000 else []
-        many += [("rows_kernel", back, {"ACROSS": True, "TURNED": False, "EVEN": True, "ALL": True})] if many else []
-        many += [("weights_kernel", weights, {"GATHER_A": gather}) for gather in (True, False) if many]
-        for name, tile, constants in [
-            ("gated_kernel", gated, {"KEEP": pairs > 1000, "TURNED": gated.turned, "EVEN": True}),
-            ("rows_kernel", down, {"ACROSS": False, "TURNED": down.turned, "EVEN": True, "ALL": True}),
-            *many,
-        ]:
-            kernel = getattr(__import__("kernels.moe_products", fromlist=[name]), name)
-            whole = {"order_ptr": "*i32", "tiles_ptr": "*i32", "ends_ptr": "*i32", "parts_ptr": "*fp32"}
-            arguments = {a: whole.get(a, "*bf16" if a.endswith("_ptr") else "i32") for a in kernel.arg_names}
-            arguments |= {"ROWS": tile.rows, "COLUMNS": tile.columns, "BLOCK": tile.block, "GROUP": tile.group}
-            arguments |= {"EXACT": False, "WIDE": False, **constants}
-            options = {"num_stages": tile.stages}
-            names.append(f"{name} {constants}")
-            jobs.append({"kernel": f"kernels.moe_products:{name}", "arguments": arguments} | {"ptx": True})
-            jobs[-1] |= {"warps": tile.warps, "options": options}
-    for name, report in zip(names, compile_for_hopper(jobs), strict=True):
+    names, jobs = hopper_jobs(32768, 8)
+    few_names, few = hopper_jobs(512, 128)
+    for name, report in zip(names + few_names, compile_for_hopper(jobs + few), strict=True):
         # Three values of the gate's backward, whose sums and addresses fill the registers, wait outside its loop.
         assert report["stack"] <= (16 if name.startswith("gate_backward") else 0), name
         assert report["shared"] <= SHARED, name
         assert "wgmma.mma_async" in report["ptx"], name
         assert "cp.async.cg.shared.global" in report["ptx"], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairs", [1500, 32768])
+def test_on_hopper_odd_rows_that_go_through_registers_have_room_there(pairs, compile_for_hopper):
+    names, jobs = hopper_jobs(pairs, 64 if pairs < 32768 else 8, whole=False)
+    for name, report in zip(names, compile_for_hopper(jobs), strict=True):
+        assert report["stack"] == 0, name
