@@ -31,6 +31,8 @@ CASES = [
     {"key": "decode is slow", "variant": "optimized", "dims": FEW, "slow": {"decode": 0.005}},
     {"key": "prefill is slow", "variant": "optimized", "dims": FEW, "slow": {"prefill": 0.005}},
     {"key": "cancelled", "variant": "optimized", "dims": FEW, "slow": {"decode": 0.01}, "cancel": [1, 4, 7]},
+    {"key": "a step ahead", "variant": "optimized", "dims": {**FEW, "request_rate": 60.0}, "runs": 2, "ahead": True},
+    {"key": "ahead, small cache", "variant": "optimized", "dims": FEW, "decode_blocks": 7, "ahead": True},
 ]
 FOUR = [
     {"key": "two and two", "variant": "optimized", "dims": {**FEW, "requests": 24, "prefill_ranks": 2}},
@@ -87,7 +89,17 @@ def judge(told: list, cancelled: tuple[str, ...] = ()) -> None:
             assert 0 < counters["transfer_p50_s"] <= counters["transfer_wait_p99_s"]
 
 
-@pytest.mark.parametrize("key", ["side by side", "in roles, by the clock", "decode is slow", "prefill is slow"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "side by side",
+        "in roles, by the clock",
+        "decode is slow",
+        "prefill is slow",
+        "a step ahead",
+        "ahead, small cache",
+    ],
+)
 def test_two_ranks_give_the_oracles_tokens(key, two):
     judge(two[key])
 

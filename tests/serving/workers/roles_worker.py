@@ -1,7 +1,8 @@
 """Serves a trace on real ranks, side by side and in roles, and tells what came of it; for the tests.
 
 ``python -m roles_worker CASES.json OUT.json DEVICE``: a list of {key, variant, dims} and optionally ``buffer`` (bytes
-of a link's buffer), ``decode_blocks`` (size of the decode side's cache), ``slow`` (seconds that each turn of a role
+of a link's buffer), ``ahead`` (the engines launch a step before they have the last one's tokens, as on a GPU they do
+anyway), ``decode_blocks`` (size of the decode side's cache), ``slow`` (seconds that each turn of a role
 takes longer), ``runs`` (how often it is served; once by default) and ``cancel`` (numbers of requests that are cancelled
 once they were handed over). OUT holds for each run of each the tokens, the timeline and the counters, and with the last
 one the oracle's tokens and the lengths of the prompts.
@@ -71,6 +72,8 @@ def measure(case, rank, world, device):
     ctx = Context(torch.device(device), torch.float32, 3, rank, world)
     inputs = Inputs(pair.inputs(workload, ctx), 3)
     serve = built(pair, case, workload, ctx)
+    if case.get("ahead"):
+        serve.engine.config = replace(serve.engine.config, lookahead=True)
     serve.load(inputs)
     if case["variant"] == "optimized":
         disturb(serve, case)
