@@ -18,6 +18,8 @@ its own bound and the last, where nothing is left. The prediction is the ratio o
 
 What is compared. The baseline multiplies the same numbers, dequantized to bfloat16 beforehand: the one product that a
 user without quantization waits for. ``dequantize`` and ``torch_compile`` widen the stored weights on each call.
+``compiled_int8`` is the compiler's best at one token and a channel's scale: a sum of products reads the int8 numbers
+once and widens them in registers, while a compiled product writes the widened weights to memory first.
 The oracle is the float64 product of the exact scale · q, so every variant is held to rounding. What quantization itself
 costs is no tolerance here: the norm of the output's difference from that of the weights before quantization, relative,
 is in the record of ``optimized`` as ``quantization_error``, beside the bytes that both forms of the weights take. The
@@ -98,7 +100,7 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
         "bits": bits,
         "group": group,
     }
-    if ctx.device.type == "cuda" and int8_unsupported(workload) is None:
+    if ctx.device.type == "cuda" and (int8_unsupported(workload) is None or not_one_token(workload) is None):
         drawn["plain_int8"] = q
     if ctx.device.type == "cuda" and int4_unsupported(workload) is None:
         nibbles = (q + 8).to(torch.uint8)
@@ -174,6 +176,11 @@ def int8_mm(x: Tensor, plain_int8: Tensor, scales: Tensor, **_: Any) -> Tensor:
     return torch._weight_int8pack_mm(x, plain_int8, scales[0])
 
 
+def int8_sum(x: Tensor, plain_int8: Tensor, scales: Tensor, **_: Any) -> Tensor:
+    """The product of one token as a sum, which a compiler fuses with the widening."""
+    return ((x.float() * plain_int8).sum(1) * scales[0].float()).to(x.dtype).unsqueeze(0)
+
+
 def int4_mm(x: Tensor, tiled_int4: Tensor, scales_and_zeros: Tensor, group: int, **_: Any) -> Tensor:
     """torch's product with int4 weights in the tiles of its tensor-core kernel."""
     out: Tensor = torch.ops.aten._weight_int4pack_mm(x, tiled_int4, group, scales_and_zeros)
@@ -185,6 +192,13 @@ def int8_unsupported(workload: Workload) -> str | None:
     if workload.bits != 8 or workload.group or workload.dtype != "bfloat16":
         return "takes int8 weights with one scale a channel and bfloat16 tokens"
     return _lacks("_weight_int8pack_mm")
+
+
+def not_one_token(workload: Workload) -> str | None:
+    """Why :func:`int8_sum` cannot take the workload, or None."""
+    if workload.bits == 8 and not workload.group and workload.tokens == 1:
+        return None
+    return "takes one token and int8 weights with one scale a channel"
 
 
 def int4_unsupported(workload: Workload) -> str | None:
@@ -256,6 +270,9 @@ PAIR = Pair(
         "optimized": Variant(fused, requires=("triton",), builds=True),
         "dequantize": dequantized,
         "torch_compile": Variant(dequantized, peer="torch", requires=("compiler",), compiled=True),
+        "compiled_int8": Variant(
+            int8_sum, peer="torch", requires=("cuda", "compiler"), supports=not_one_token, compiled=True
+        ),
         "torch_int8": Variant(int8_mm, peer="torch", requires=("cuda",), supports=int8_unsupported),
         "torch_int4": Variant(int4_mm, peer="torch", requires=("cuda",), supports=int4_unsupported),
     },

@@ -164,6 +164,24 @@ def test_torch_s_int8_product_is_right_on_a_cpu_where_it_has_one():
     assert float((got.double() - truth).norm() / truth.norm()) < 2.0**-7
 
 
+def test_the_compilers_best_int8_product_takes_one_token_and_is_right():
+    asked = workload(dtype="bfloat16", bits=8, group=0, outputs=64, tokens=1)
+    here = Context(torch.device("cpu"), torch.bfloat16, seed=3)
+    drawn = module.inputs(asked, here)
+    q, _ = module.quantize(module._weight(asked, here), 8, None)
+    got = module.int8_sum(plain_int8=q, **drawn)
+    plain = module.resident(**drawn)
+    assert (got.shape, got.dtype, got.stride()) == (plain.shape, plain.dtype, plain.stride())
+    truth = drawn["x"].double() @ (q.double() * drawn["scales"].double().T).T
+    assert float((got.double() - truth).norm() / truth.norm()) < 2.0**-8
+    assert module.not_one_token(asked) is None
+    for other in ({"tokens": 2}, {"bits": 4}, {"group": 128}):
+        assert "one token" in module.not_one_token(workload(**{"bits": 8, "group": 0, "tokens": 1, **other}))
+    peer = module.PAIR.variant("compiled_int8")
+    assert peer.compiled
+    assert peer.peer == "torch"
+
+
 @pytest.mark.slow
 def test_the_compiled_peer_is_right():
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
