@@ -54,11 +54,13 @@ def extra_cases():
     return bad + [one | {"key": f"muted-{v}", "variant": v, "muted": True, "dims": EVEN} for v in VARIANTS]
 
 
-def answers(folder, ranks, wanted):
+def answers(folder, ranks, wanted, device="cpu"):
     asked, told = folder / "cases.json", folder / "answers.json"
     asked.write_text(json.dumps(wanted))
     path = os.pathsep.join([str(WORKERS), os.environ.get("PYTHONPATH", "")])
-    found = launch(Job("equal_worker", (str(asked), str(told)), ranks, 240, folder / "logs", {"PYTHONPATH": path}))
+    found = launch(
+        Job("equal_worker", (str(asked), str(told), device), ranks, 240, folder / "logs", {"PYTHONPATH": path})
+    )
     assert found.status == "passed", f"{found.reason}\n{found.traceback}"
     return json.loads(told.read_text())
 
@@ -119,6 +121,14 @@ def test_two_ranks_in_other_precisions(case, two_others):
 @pytest.mark.parametrize("case", by_key(["float32", "float64"]))
 def test_four_ranks(case, four):
     judge(case, four[case["key"]], 4)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus(tmp_path):
+    wanted = cases(["float32", "bfloat16"])
+    told = answers(tmp_path, 2, wanted, "cuda")
+    for case in wanted:
+        judge(case, told[case["key"]], 2)
 
 
 @pytest.mark.parametrize(("number", "words"), [(n, words) for n, (_, words) in enumerate(BAD)])

@@ -1,7 +1,7 @@
 """Runs variants of the parallel pairs on real ranks and says how far they are from one process; for the tests.
 
-``python -m equal_worker CASES.json OUT.json``: a list of {key, technique, variant, dtype, dims}. For each, OUT holds
-the relative error of every tensor, the bytes that crossed the link and the pair's work, or the error.
+``python -m equal_worker CASES.json OUT.json [DEVICE]``: a list of {key, technique, variant, dtype, dims}. For each,
+OUT holds the relative error of every tensor, the bytes that crossed the link and the pair's work, or the error.
 """
 
 import importlib
@@ -28,11 +28,11 @@ def run(pair, case, inputs):
     return {name: x.clone() for name, x in case.result().items()}
 
 
-def measure(case, rank, world, mesh):
+def measure(case, rank, world, mesh, device):
     pair = importlib.import_module(f"impls.parallel.{case['technique']}").PAIR
     workload = workload_of(case, world)
     dtype = getattr(torch, workload.dtype)
-    context = Context(torch.device("cpu"), dtype, 7, rank, world, mesh)
+    context = Context(device, dtype, 7, rank, world, mesh)
     variant = pair.variant(case["variant"])
     if variant.supports is not None and (reason := variant.supports(workload)):
         return {"skipped": reason}
@@ -43,7 +43,7 @@ def measure(case, rank, world, mesh):
     found = run(pair, built, inputs)
     same = all(torch.equal(first[name], found[name]) for name in found)
     built.run()
-    counters = {"link_bytes": built.link.most(built.link.sent, torch.device("cpu"))}
+    counters = {"link_bytes": built.link.most(built.link.sent, device)}
     if case.get("counters"):  # these take time of their own
         told = dict(built.counters())
         assert told["link_bytes"] == counters["link_bytes"]
@@ -52,7 +52,7 @@ def measure(case, rank, world, mesh):
         built.close()
     out = {"counters": counters, "work": pair.work(workload).link_bytes, "repeats": same}
     if rank == 0:
-        truth = run(pair, pair.oracle(workload, Context(torch.device("cpu"), dtype, 7)), inputs)
+        truth = run(pair, pair.oracle(workload, Context(device, dtype, 7)), inputs)
         out["names"] = [sorted(truth), sorted(found)]
         out["errors"] = {name: error(truth[name], found[name]) for name in truth if name in found}
     return out
@@ -68,12 +68,12 @@ def error(truth, found):
     return float((truth - found).norm() / truth.norm().clamp_min(1e-300))
 
 
-def main(cases, out):
-    rank, world, mesh = init_world("cpu")
+def main(cases, out, device="cpu"):
+    rank, world, mesh = init_world(device)
     answers = {}
     for case in json.loads(Path(cases).read_text()):
         try:
-            answers[case["key"]] = measure(case, rank, world, mesh)
+            answers[case["key"]] = measure(case, rank, world, mesh, torch.device(device))
         except ValueError as err:  # bad input: every rank must refuse it by itself, or this worker hangs
             answers[case["key"]] = {"refused": str(err)}
     if rank == 0:
