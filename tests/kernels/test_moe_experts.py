@@ -203,6 +203,35 @@ def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, wi
     check(*drawn(tokens, 2, 5, width, inner, torch.bfloat16), assert_near, units=4)
 
 
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_and_a_graph_replays_other_routings():
+    experts, tensors, grad = drawn(40, 2, 5, 512, 256, torch.bfloat16)
+    others = experts.flip(0).contiguous()
+
+    def both():
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = moe_experts(leaves[0], experts, *leaves[1:])
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    both()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = both()
+    experts.copy_(others)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(replayed, both(), strict=True))
+
+
 def hopper_jobs(pairs, count, whole=True):
     """Names and jobs of the products for that many pairs and experts, backward where there are many."""
     jobs, names = [], []
