@@ -4,7 +4,8 @@ Every kernel takes its launch shape from one function of its module. Here that f
 other; all are timed in interleaved rounds on the kernel's large workload, with the L2 overwritten between calls, and
 printed in TB/s of the bytes that the mathematics needs, the present choice among them. What wins by more than the
 rounds scatter belongs into the function, with the measurement in the commit. ``--compile I/N`` only compiles every N-th
-candidate: a few such processes side by side fill Triton's cache first.
+candidate: a few such processes side by side fill Triton's cache first. ``--case TEXT`` takes the cases whose name has
+the text.
 """
 
 from __future__ import annotations
@@ -288,14 +289,16 @@ def of_paged_attention(place: Place) -> Iterator[Case]:
 
 def of_weight_only_matmul(place: Place) -> Iterator[Case]:
     m = weight_only_matmul
-    tiles = ((32, 2), (64, 4), (128, 4), (128, 8), (256, 8))
+    tall = ((32, 2), (64, 4), (128, 4), (128, 8), (256, 8))
     for many, columns, (bits, group) in itertools.product((14336, 4096), (4096, 14336), ((8, None), (4, 128))):
         if many == columns:
             continue
         q = torch.randint(-8, 8, (place.rows(many), columns), dtype=torch.int8, device=place.device)
         packed, scales = m.pack(q, bits, group), place.randn(1 if group is None else columns // group, len(q))
-        for tokens, wide, splits in ((1, 16, 8), (8, 16, 8), (16, 16, 4), (64, 64, 2), (256, 64, 1), (256, 128, 1)):
+        sizes = ((1, 8, 4), (1, 16, 8), (8, 16, 8), (16, 16, 4), (64, 64, 2), (256, 64, 1), (256, 128, 1))
+        for tokens, wide, splits in sizes:
             x = place.randn(tokens, columns)
+            tiles = ((16, 1), (32, 1), *tall) if tokens == 1 else tall
             shapes = {
                 f"{rows} rows, {warps} warps, {stages} stages, {parts} splits{'' if tricks else ', converted'}": {
                     "launch_shape": given(m.Launch(rows, wide, warps, stages, parts, tricks))
@@ -357,6 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--compile", metavar="I/N", help="compile every N-th candidate from the I-th on, and time nothing"
     )
+    parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose printed name has this text")
     parser.add_argument("--json", metavar="FILE", help="append every median to this file, a line a case")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -366,6 +370,8 @@ def main(argv: list[str] | None = None) -> int:
     turn = 0
     for family in args.families or FAMILIES:
         for case in FAMILIES[family](Place("cuda", 1056 if every else None)):
+            if args.case not in case.label:
+                continue
             if every:
                 for attributes in case.candidates.values():
                     turn += 1

@@ -40,3 +40,12 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert launch_shapes.main(["swiglu"]) == 2
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_cases_are_chosen_by_a_part_of_their_name(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cases = [launch_shapes.Case(name, 1, lambda: None, launch_shapes, {}) for name in ("4 bits, 1 tokens", "8 bits")]
+    monkeypatch.setitem(launch_shapes.FAMILIES, "swiglu", lambda place: iter(cases))
+    monkeypatch.setattr(launch_shapes, "timed", lambda case, rounds: {"as it is": 1.0})
+    assert launch_shapes.main(["swiglu", "--case", "1 tokens"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["swiglu, 4 bits, 1 tokens"]

@@ -245,8 +245,8 @@ def test_candidates_of_the_launch_shapes_change_no_result():
     torch.manual_seed(0)
     for case in launch_shapes.FAMILIES["weight_only_matmul"](launch_shapes.Place(DEVICE, few=2)):
         assert case.nbytes > 0
-        assert all(given["launch_shape"]().tokens >= 16 for given in case.candidates.values())
-        if case.label.endswith("4096 to 14336, 1 tokens by 16"):
+        assert all(given["launch_shape"]().tokens >= 8 for given in case.candidates.values())
+        if "1 tokens by" in case.label:
             want = case.call().float()
             for name in (min(case.candidates), max(case.candidates)):
                 got = launch_shapes.run(case, case.candidates[name]).float()
