@@ -118,3 +118,33 @@ def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps():
             found, ends = answers(Engine(runner, config), requests)
             problems += [f"graphs={graphs} lookahead={lookahead}: {line}" for line in differences(found, want, ends)]
     assert not problems, "\n".join(problems)
+
+
+SWITCHES = {
+    "swapped": {"num_blocks": 8, "preemption": "swap", "host_blocks": 24},
+    "computed again": {"num_blocks": 8},
+    "reserved": {"paging": "reserve", "num_blocks": 16},
+    "whole prompts": {"chunked_prefill": False},
+    "known prefixes": {"prefix_caching": True},
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_switch_gives_the_plain_loops_tokens(switch, lookahead, device):
+    """On a GPU with kernels, graphs, and copies to pinned memory and back that nobody waits for."""
+    model = load_model(shape="tiny", seed=2, device=device)
+    known = [(3 * j + 1) % 512 for j in range(48)]  # whole blocks, so that one request copies its last block
+    prompts = [[*known, *[(7 * i + j) % 512 for j in range(9 * i)]] for i in (0, 1, 0, 2, 3, 4)]
+    requests = [Request(f"r{i}", prompt, Sampling(max_tokens=6 + 5 * i)) for i, prompt in enumerate(prompts)]
+    config = replace(CONFIG, context=128, lookahead=lookahead, **SWITCHES[switch])
+    runner = ModelRunner(model, config)
+    engine = Engine(runner, config)
+    for _ in range(2):  # from an empty cache each time
+        found, ends = answers(engine, requests)
+        assert not differences(found, {r.id: cached_tokens(model, r) for r in requests}, ends)
+    counters = engine.counters
+    assert bool(counters["swapped_blocks"]) == (switch == "swapped")
+    assert bool(counters["preempted"]) == (switch in ("swapped", "computed again"))
+    assert bool(counters["cached_tokens"]) == (switch == "known prefixes")
