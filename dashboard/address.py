@@ -178,16 +178,16 @@ def span(
     if len(options) < 3:
         return 0, len(options) - 1
     key = _key(first)
-    st.session_state[key] = (options[places[0]], options[places[1]])
+    chosen = (options[places[0]], options[places[1]])
+    if st.session_state.get(key) != chosen:  # to give back what was moved there would undo the next key's move
+        st.session_state[key] = chosen
 
     def moved() -> None:
-        value = st.session_state[key]
-        if isinstance(value, str):  # one end only, from a client that knows no stretch
-            return
-        left, right = value
+        left, right = st.session_state[key]
         put_both(first, None if left == options[start] else left, last, None if right == options[-1] else right)
 
-    st.select_slider(label, options, key=key, on_change=moved)
+    # Only a first value of two ends tells the widget that it has two; without, it drops whatever is moved.
+    st.select_slider(label, options, (options[0], options[-1]), key=key, on_change=moved)
     return places[0], places[1]
 
 

@@ -23,6 +23,8 @@ SETTINGS: Final[dict[str, Any]] = {
     "theme_light_primaryColor": "#0072B2",
     "theme_dark_primaryColor": "#56B4E9",
     "global_developmentMode": False,
+    # Widgets take their value from the address, whatever the first one is that tells their kind.
+    "global_disableWidgetStateDuplicationWarning": True,
 }
 VIEWS: Final = ("overview", "technique", "history", "regressions", "compare", "serving", "scaling", "runs")
 

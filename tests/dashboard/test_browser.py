@@ -265,6 +265,24 @@ def test_a_long_subject_can_be_read_whole_without_a_pointer(browser: Any, addres
     context.close()
 
 
+def test_the_stretch_of_commits_is_moved_with_keys_and_stands_in_the_address(watched: Watched, address: str) -> None:
+    page = watched.page
+    page.goto(f"{address}/history?technique=add_rms_norm&gpu=h200")
+    watched.settle("History")
+    ends = page.get_by_role("slider")
+    ends.first.focus(timeout=WAIT_MS)
+    for at in ("01", "02"):  # the focus stays, so that the next key moves it on
+        page.keyboard.press("ArrowRight")
+        page.wait_for_url(f"**&from={at * 6}", timeout=WAIT_MS)
+    ends.last.focus()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url(f"**&from={'02' * 6}&to={'16' * 6}", timeout=WAIT_MS)
+    page.wait_for_function(
+        "document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range[0] == 1.3", timeout=WAIT_MS
+    )
+    assert watched.faults == []
+
+
 def _select_row(watched: Watched, number: int) -> None:
     """Tick a row of the first table; it is a canvas, so by its place."""
     box = watched.page.get_by_test_id("stDataFrame").first.bounding_box()
