@@ -9,6 +9,8 @@ Activation Recomputation in Large Transformer Models", section 5.
     full          keep each layer's input and compute the layer again
     every_other   ``full`` for the first, third, ... layer, everything of the others
     offload       torch's save_on_cpu: everything in pinned host memory, there and back over the host link
+    torch_compile each layer compiled: what is between the products is fused, and of it the compiler's partition of
+                  forward and backward keeps what is dear to make again and makes the rest again, unasked
 
 Bytes a token and layer in 16 bits, for D model, Q query, G key and F feed-forward width and H heads (the count of each
 term, the paper's equation 1 for this decoder, is in :mod:`impls.training.activation_bytes`):
@@ -203,6 +205,19 @@ class Offloaded(Step):
         return self._counters
 
 
+class Compiled(Step):
+    """Layers through torch's compiler."""
+
+    def __init__(self, workload: Workload, ctx: Context) -> None:
+        super().__init__(workload, ctx, "baseline", trunks.keep)
+        torch._dynamo.reset()
+        self.run_layer = trunks.compiled(self.model)
+
+    def counters(self) -> Mapping[str, float]:
+        """What is kept and the peak; what the compiler keeps is its own choice and has no formula."""
+        return {name: value for name, value in super().counters().items() if name in ("saved_bytes", "peak_bytes")}
+
+
 def _way(name: str, run_layer: trunks.RunLayer) -> Callable[[Workload, Context], Step]:
     return lambda workload, ctx: Step(workload, ctx, name, run_layer)
 
@@ -263,6 +278,7 @@ PAIR = Pair(
         "full": Variant(_way("full", trunks.recompute), peer="torch"),
         "every_other": _way("every_other", trunks.every_other),
         "offload": Variant(Offloaded, peer="torch", requires=("cuda",)),
+        "torch_compile": Variant(Compiled, peer="torch", requires=("compiler",), compiled=True),
     },
     work=work,
     predict=predict,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from impls.model.decoder import Attend, CausalAttention, Decoder, FeedForward, Layer
+from impls.model.decoder import Attend, CausalAttention, Decoder, FeedForward, Layer, SelfAttention
 
 #: Runs one layer on (x_BSD, cos_BSE, sin_BSE, attend), and returns the residual stream and what is to be added to it.
 RunLayer = Callable[[int, Layer, Tensor, Tensor, Tensor, Attend], tuple[Tensor, Tensor]]
@@ -68,6 +68,23 @@ def every_other(
 ) -> tuple[Tensor, Tensor]:
     """:func:`recompute` the first, third, ... layer, :func:`keep` the others."""
     return (recompute if number % 2 == 0 else keep)(number, layer, x, cos, sin, attend)
+
+
+def compiled(model: Decoder) -> RunLayer:
+    """:func:`keep` through torch's compiler, which fuses what is between the products and by itself makes again in
+    backward what is cheap to make. The layers' numbers, which attention without a cache has no use for, become one, so
+    that the code of one layer serves all."""
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        assert isinstance(layer.self_attn, SelfAttention)
+        layer.self_attn.layer = 0
+
+    @torch.compile(dynamic=False)
+    def run(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = layer(x, None, cos, sin, attend)
+        return out
+
+    return lambda number, layer, x, cos, sin, attend: run(layer, x, cos, sin, attend)
 
 
 def selective(number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 says, and computes again what the count says."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -269,3 +270,23 @@ def test_live_bytes_counts_a_storage_once_until_its_last_view_is_gone():
         del half
         assert live.now == 0
     assert live.peak == 40
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
+def test_the_compiled_peer_is_right_and_one_layers_code_serves_all():
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        pytest.skip("no C++ compiler for torch.compile")
+    dims = {**EVEN, "seq": 20}
+    plain, peer = (case_of(PAIR.variant(name).fn, dims) for name in ("baseline", "torch_compile"))
+    torch._dynamo.utils.counters.clear()
+    for case in (plain, peer):
+        case.run()
+        case.run()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    wanted, found = plain.result(), peer.result()
+    assert list(wanted) == list(found)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    assert PAIR.variant("torch_compile").peer == "torch"
