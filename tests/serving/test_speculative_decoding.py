@@ -17,6 +17,7 @@ from impls.model.config import ModelConfig
 from impls.model.decoder import Parts, keep_unrotated
 from impls.model.fetch import default_model_path
 from impls.model.weights import load_model
+from impls.serving import drafted_loop
 from impls.serving.draft_acceptance import Greedy, expected_speedup, expected_tokens
 from impls.serving.drafted_loop import DraftedLoop
 from impls.serving.drafts import GivenDrafts, LayerSkip, PromptLookup
@@ -164,6 +165,21 @@ def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps(prompts, drafter, fused)
         loop.run()
         assert loop.answer().tolist() == want
         loop.answer().fill_(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_in_bfloat16_captured_passes_give_the_tokens_of_eager_ones(prompts, rows, device, monkeypatch):
+    plain = load_model(shape="tiny", seed=4, dtype=torch.bfloat16, device=device)
+    model = fast_decoder(plain) if device == "cuda" else plain
+    answers = []
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(drafted_loop, "capture", lambda part: part)
+        loop = loop_of(model, prompts[:rows].to(device), [], "lookup", 4)
+        loop.run()
+        answers.append(loop.answer().tolist())
+    assert answers[0] == answers[1]
 
 
 # -- lookups -------------------------------------------------------------------------------------------------------
