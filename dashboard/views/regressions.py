@@ -40,15 +40,19 @@ def render(view: parts.View) -> None:
         accepted = address.choose("Accepted changes", "accepted", ["show", "hide", "only"], "show")
         recovered = address.switch("Recovered regressions too", "recovered", True)
         sort = address.choose("Sort", "sort", list(SORTS), "worst first") or "worst first"
+    own = [v for v in everything if technique in (None, v.key.technique) and gpu in (None, v.key.gpu)
+           and metric in (None, v.key.metric)]  # fmt: skip
     found = [
-        v for v in everything
-        if technique in (None, v.key.technique) and gpu in (None, v.key.gpu) and metric in (None, v.key.metric)
-        and (v.verdict in kinds or (recovered and _recovered(v)))
+        v for v in own
+        if (v.verdict in kinds or (recovered and _recovered(v)))
         and (accepted == "show" or (v.acknowledged is not None) == (accepted == "only"))
     ]  # fmt: skip
     _count(everything)
-    if not found:
-        few = bool(everything) and all(v.verdict == "too few runs" for v in everything)
+    if everything and not own:
+        parts.nothing("Nothing here was judged.", "There is no series of this technique, GPU type and metric.",
+                      "Choose others above, or measure it:", "pairbench run")  # fmt: skip
+    elif not found:
+        few = bool(own) and all(v.verdict == "too few runs" for v in own)
         parts.nothing(
             "No verdict fits." if everything else "No series can be judged yet.",
             "There are too few runs in every series to tell a change from noise: measure more commits." if few else

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dashboard.charts import serving
 from dashboard.queries import keys_of
 from dashboard.seriesview import lines_of
-from dashboard.source import Judged, Source
+from dashboard.source import Judged, Source, open_source
 from dashboard.views import serving as serving_page
 from harness.cli import make_app
 from harness.record import to_line
@@ -59,6 +59,14 @@ def test_no_change_is_said_of_what_the_filters_show_only(draw: Draw, stores: Sto
     said = texts(draw("overview", stores["whole"], gpu="l40s"))
     assert "No change was found.** Every series that can be judged is within its noise" in said
     assert "No change was found" not in texts(draw("overview", stores["whole"], gpu="h200"))
+
+
+def test_what_was_never_judged_is_not_blamed_on_too_few_runs(draw: Draw, stores: Stores, judged: Any) -> None:
+    said = texts(draw("regressions", stores["whole"], gpu="b300"))
+    assert "There is no series of this technique, GPU type and metric." in said
+    assert "Choose *unchanged*" not in said
+    open_source(str(stores["one"])).judge_now()
+    assert "too few runs in every series" in texts(draw("regressions", stores["one"], gpu="h200"))
 
 
 def test_serve_runs_that_did_not_pass_are_not_said_to_keep_no_quantiles(draw: Draw, maker: Any) -> None:
