@@ -16,7 +16,7 @@ from PIL import Image
 
 sys.path[:0] = [] if str(Path(__file__).parents[1]) in sys.path else [str(Path(__file__).parents[1])]
 
-from dashboard import address, parts, queries  # noqa: E402
+from dashboard import address, menu, parts, queries  # noqa: E402
 from dashboard.source import Source, open_source  # noqa: E402
 from dashboard.text import esc  # noqa: E402
 from dashboard.theme import BLUE, ORANGE, SKY  # noqa: E402
@@ -80,6 +80,7 @@ def main() -> None:
                 query_params=address.query_for(name) if name != current else dict(address.everything()),
             )
         follow(source)
+        menu.closes_itself()
     with source.drawing():
         chosen.run()
 

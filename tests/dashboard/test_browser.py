@@ -283,6 +283,23 @@ def test_the_stretch_of_commits_is_moved_with_keys_and_stands_in_the_address(wat
     assert watched.faults == []
 
 
+def test_the_list_of_pages_leaves_a_phone_to_the_page(browser: Any, address: str) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    watched = Watched(context.new_page())
+    watched.page.goto(f"{address}/?gpu=h200")
+    watched.settle("Overview")
+    for name in ("Runs", "History"):
+        watched.page.get_by_test_id("stExpandSidebarButton").tap(timeout=WAIT_MS)
+        watched.page.get_by_test_id("stSidebar").get_by_role("link", name=name).tap(timeout=WAIT_MS)
+        watched.settle(name)
+        watched.page.wait_for_function(
+            "document.querySelector('[data-testid=\"stSidebar\"]').getBoundingClientRect().right <= 0", timeout=WAIT_MS
+        )
+        assert query_of(watched.page.url)["gpu"] == ["h200"]
+    assert watched.faults == []
+    context.close()
+
+
 def _select_row(watched: Watched, number: int) -> None:
     """Tick a row of the first table; it is a canvas, so by its place."""
     box = watched.page.get_by_test_id("stDataFrame").first.bounding_box()
