@@ -85,11 +85,17 @@ def plain(text: Any) -> None:
     st.text(str(text))
 
 
-def nothing(what: str, why: str, do: str, command: str | None = None) -> None:
-    """An empty place says what is not there, why, and what to do. All but the command are our own words."""
+def nothing(what: str, why: str, do: str, command: str | None = None, view: View | None = None) -> None:
+    """An empty place says what is not there, why, and what to do. All but the command are our own words. With ``view``
+    what the command measures is kept where the page reads it."""
     st.info(f"**{what}** {why} {do}", icon=":material/inbox:")
-    if command:
-        copyable(command, f"copy {what}")
+    if not command:
+        return
+    lines = [(line, line) for line in command.split("\n")]
+    if view is not None:
+        lines = [view.source.over(line) if line.startswith("pairbench run") else (line, line) for line, _ in lines]
+    shown, copied = ("\n".join(words) for words in zip(*lines, strict=True))
+    copyable(shown, f"copy {what}", copied)
 
 
 def empty_store(view: View) -> None:
@@ -121,8 +127,8 @@ def damage(view: View) -> None:
     other = len(found) - len(newer)
     if newer:
         st.warning(
-            f"{len(newer)} record(s) were written by a newer pairbench and are not shown. Upgrade: "
-            "`pip install --upgrade pairbench`.",
+            f"{len(newer)} record(s) were written by a newer pairbench and are not shown. Upgrade the one that serves "
+            "this page: `git pull` in its checkout, then `make bench` or `pip install -e .` again.",
             icon=":material/update:",
         )
     if other:

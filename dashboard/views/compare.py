@@ -39,7 +39,7 @@ def render(view: parts.View) -> None:
         parts.nothing(
             "Two different selections are needed.", "Both sides name the same, or one names nothing.",
             "Choose another commit, branch, GPU type or version. A history of one run has nothing to compare with yet:",
-            "pairbench run",
+            "pairbench run", view,
         )  # fmt: skip
         return
     if metric not in METRICS:

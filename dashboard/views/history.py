@@ -118,6 +118,7 @@ def _chosen(view: parts.View) -> list[tuple[SeriesKey, Any]]:
             "Take filters away; the technique page says what happened instead." if have else
             "This technique has no such metric in the history. To measure it:",
             None if have else f"pairbench run {technique}" if technique in queries.declared() else "pairbench run",
+            view,
         )  # fmt: skip
         return []
     if len(found) > MOST:

@@ -26,7 +26,7 @@ def render(view: parts.View) -> None:
     shown = [row for row in rows if family in (None, row["family"]) and gpu in (None, row["gpu"])]
     if not shown:
         parts.nothing("Nothing fits these filters.", "No technique of this family was recorded on this GPU type.",
-                      "Choose others, or measure it there:", "pairbench run")  # fmt: skip
+                      "Choose others, or measure it there:", "pairbench run", view)  # fmt: skip
     else:
         _figures(shown)
         _coverage(view, shown, "speedup" if over == "baseline" else "speedup_peer")
@@ -86,14 +86,14 @@ def _verdicts(view: parts.View, family: str | None, gpu: str | None) -> None:
     if not found:
         if judged.whole and judged.verdicts and not own:
             parts.nothing("Nothing here was judged.", "Verdicts are of what passed on clean trees of this branch.",
-                          "Choose other filters above, or measure such a tree:", "pairbench run")  # fmt: skip
+                          "Choose other filters above, or measure such a tree:", "pairbench run", view)  # fmt: skip
         elif judged.whole:
             plenty = any(v.verdict == "unchanged" for v in own)
             parts.nothing(
                 "No change was found.", "Every series that can be judged is within its noise." if plenty else
                 "There are too few runs to tell a change from noise.",
                 "" if plenty else "Verdicts come by themselves once several commits were measured:",
-                None if plenty else "pairbench run",
+                None if plenty else "pairbench run", view,
             )  # fmt: skip
         else:
             st.caption("The series are being judged; verdicts appear here by themselves.")

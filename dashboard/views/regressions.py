@@ -50,7 +50,7 @@ def render(view: parts.View) -> None:
     _count(everything)
     if everything and not own:
         parts.nothing("Nothing here was judged.", "There is no series of this technique, GPU type and metric.",
-                      "Choose others above, or measure it:", "pairbench run")  # fmt: skip
+                      "Choose others above, or measure it:", "pairbench run", view)  # fmt: skip
     elif not found:
         few = bool(own) and all(v.verdict == "too few runs" for v in own)
         parts.nothing(
@@ -59,7 +59,7 @@ def render(view: parts.View) -> None:
             "Nothing of this kind was found with these filters." if everything else
             "Verdicts need measurements of clean trees that passed.",
             "Choose *unchanged* and *too few runs* above to see everything that is watched." if everything else
-            "Commit, and measure:", None if everything else "pairbench run",
+            "Commit, and measure:", None if everything else "pairbench run", view,
         )  # fmt: skip
     _detail(view, _rows(found, sort), found)
 

@@ -28,7 +28,7 @@ def render(view: parts.View) -> None:
     shown = [row for row in rows if gpu in (None, row["gpu"]) and (not broken or _failed(row))]
     if not shown:
         parts.nothing("No run fits.", "There is none on this GPU type, or none with failures.", "Take filters away.",
-                      None if broken else "pairbench run")  # fmt: skip
+                      None if broken else "pairbench run", view)  # fmt: skip
         return
     if len(rows) == 1000:
         st.caption("The newest 1000 runs are listed.")

@@ -21,6 +21,7 @@ def render(view: parts.View) -> None:
         parts.nothing(
             "Nothing was measured on several numbers of ranks.", "A curve needs one workload at two of them at least.",
             "Techniques of the family *parallel* have such workloads:", "pairbench run data_parallel --ranks 2",
+            view,
         )  # fmt: skip
         return
     with st.container(horizontal=True):

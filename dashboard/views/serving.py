@@ -30,6 +30,7 @@ def render(view: parts.View) -> None:
         parts.nothing(
             "No serve run was recorded.", "Serving techniques feed an engine with a request trace.",
             "Measure one, or all that are here:", "pairbench list\npairbench run continuous_batching",
+            view,
         )  # fmt: skip
         return
     with st.container(horizontal=True):

@@ -52,6 +52,7 @@ def render(view: parts.View) -> None:
             "Never measured here.", "There is no record of this technique on this GPU type.",
             "It was measured on other types, choose one above. To measure it here:" if there else "To measure it:",
             f"pairbench run {technique}" if technique in known else "pairbench run",
+            view,
         )  # fmt: skip
         _code(known.get(technique), None)
         return

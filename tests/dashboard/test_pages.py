@@ -75,7 +75,7 @@ def test_damage_and_a_newer_schema_are_named_and_the_rest_is_shown(name: str, dr
     assert not page.exception
     text = said(page)
     assert "written by a newer pairbench" in text
-    assert "pip install --upgrade pairbench" in text
+    assert "`git pull` in its checkout" in text
     assert "2 part(s) of the store could not be read" in text
     reasons = " ".join(page.dataframe[0].value["reason"])
     assert "newer" in reasons
@@ -175,7 +175,7 @@ def test_a_planted_step_is_marked_and_opens_from_its_verdict(draw: Draw, stores:
     assert "regressed" in marks
     (table,) = short_tables(history)
     assert re.findall(r'<th scope="col">(.*?)</th>', table)[3] == "commit"
-    assert f'<td>{"10" * 6}</td>' in table
+    assert f"<td>{'10' * 6}</td>" in table
 
 
 def test_every_point_has_a_command(draw: Draw, stores: Stores, judged: Any) -> None:

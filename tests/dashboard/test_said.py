@@ -193,3 +193,22 @@ def test_a_command_reads_the_store_that_the_page_reads(draw: Draw, stores: Store
         if command != "pairbench run":
             done = CliRunner().invoke(make_app(), words[1:])
             assert "newer" in done.output + str(done.exception), "what this very store holds is not said"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [("scaling", "pairbench run data_parallel --ranks 2"), ("serving", "pairbench run continuous_batching")],
+)
+def test_what_a_page_says_to_measure_is_kept_where_the_page_reads(
+    name: str, command: str, draw: Draw, maker: Any
+) -> None:
+    common = maker.common(0, "h200")
+    folder = maker.root / "h200"
+    folder.mkdir(parents=True)
+    (folder / f"{common['run']}.jsonl").write_text("".join(map(to_line, maker.pair(common, "t"))), encoding="utf-8")
+    page = draw(name, maker.root)
+    protos = [element.proto for element in page.get("bidi_component")]
+    boxes = [json.loads(p.json or p.mixed.json) for p in protos if p.component_name == "pairbench_copy"]
+    (box,) = [box for box in boxes if command in box["text"]]
+    assert box["copied"].splitlines()[-1] == f"{command} --store {shlex.quote(str(maker.root.resolve()))}"
+    assert str(maker.root) not in box["text"]
