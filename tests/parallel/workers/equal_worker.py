@@ -15,6 +15,8 @@ from harness.pair import Context, Inputs
 from harness.workload import parse_workload
 from harness.world import close_world, init_world
 
+CPU = torch.device("cpu")
+
 
 def workload_of(case, ranks):
     raw = {"name": "test", "tier": "smoke", "dtype": case["dtype"], **case["dims"], "ranks": ranks}
@@ -28,7 +30,7 @@ def run(pair, case, inputs):
     return {name: x.clone() for name, x in case.result().items()}
 
 
-def measure(case, rank, world, mesh, device):
+def measure(case, rank, world, mesh, device=CPU):
     pair = importlib.import_module(f"impls.parallel.{case['technique']}").PAIR
     workload = workload_of(case, world)
     dtype = getattr(torch, workload.dtype)
