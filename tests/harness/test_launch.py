@@ -174,11 +174,12 @@ def test_a_folder_that_looks_like_ours_does_no_harm(tmp_path, monkeypatch, ranks
 
 
 def test_a_supervisor_of_ranks_that_is_killed_takes_them_along(tmp_path):
-    pid_file = tmp_path / "pid"
+    pid_file, rank_file = tmp_path / "pid", tmp_path / "logs" / "rank0.pid"
 
     def kill_agent() -> str | None:
-        if pid_file.exists() and pid_file.read_text():
-            worker = Path(f"/proc/{(tmp_path / 'logs' / 'rank0.pid').read_text()}/stat").read_text()
+        # The first file may be the other rank's, who is there before rank 0.
+        if all(file.exists() and file.read_text() for file in (pid_file, rank_file)):
+            worker = Path(f"/proc/{rank_file.read_text()}/stat").read_text()
             os.kill(int(worker.rpartition(")")[2].split()[1]), signal.SIGKILL)
             pid_file.unlink()
         return None
