@@ -112,9 +112,9 @@ def empty_store(view: View) -> None:
             "The history is empty.",
             "No record was found in the stores that are read.",
             "Measure something, or name another store with `--store`:",
+            f"pairbench run\n{ANOTHER}",
+            view,
         )
-        shown, copied = view.source.over("pairbench run")
-        copyable(f"{shown}\n{ANOTHER}", "copy empty", f"{copied}\n{ANOTHER}")
     copyable("\n".join(view.source.urls()), "copy stores")
 
 

@@ -18,7 +18,10 @@ Case = tuple[str, str, int, str]
 def known_cases(stores: Iterable[Store], gpu: str) -> set[Case]:
     """Every case that the stores have an outcome of on a GPU type, at whatever commit; damaged lines count for none.
 
-    A store that cannot be read is an empty one here: what is measured twice is lost time, and no more.
+    A folder that is not there yet holds none.
+
+    Raises:
+        StoreError: a store that is there cannot be listed.
     """
     found: set[Case] = set()
     damage: list[Damage] = []

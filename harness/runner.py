@@ -62,6 +62,11 @@ class Settings:
     share: Callable[[str], str] | None = None
     start: Callable[[Job, Callable[[], str | None]], Outcome] = lambda job, poll: launch(job, poll=poll)
 
+    @property
+    def over(self) -> bool:
+        """Whether the time is over in which a workload may begin."""
+        return self.until is not None and time.time() >= self.until
+
 
 @dataclass
 class Progress:
@@ -110,10 +115,9 @@ class Runner:
 
     def _over(self) -> bool:
         """Whether no further workload begins; in a joined world all supervisors take rank 0's word."""
-        over = self.settings.until is not None and time.time() >= self.settings.until
         if self.settings.until is None or self.settings.share is None:
-            return over
-        return bool(json.loads(self.settings.share(json.dumps(over))))
+            return self.settings.over
+        return bool(json.loads(self.settings.share(json.dumps(self.settings.over))))
 
     def _leave(self, item: Item, workloads: Sequence[Workload]) -> None:
         self.left += [f"{item.technique.name} {workload.name}" for workload in workloads]

@@ -6,7 +6,6 @@ against our engine and against a server can set the two beside each other. Impor
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -65,7 +64,7 @@ class PeerRunner:
         for item in serving:
             made = []
             for workload in item.workloads:
-                if self.settings.until is not None and time.time() >= self.settings.until:
+                if self.settings.over:
                     self.left.append(f"{item.technique.name} {workload.name}")
                 else:
                     made.append(self._record(item, workload, model))
