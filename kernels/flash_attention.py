@@ -19,10 +19,10 @@ from .flash_attention_plan import (
     forward_launch,
     is_describable,
     query_gradient_launch,
-    row_terms_launch,
     run,
 )
 from .flash_attention_problem import Problem, Window, check_problem
+from .flash_attention_rows import query_sums_launch, row_terms_launch
 
 __all__ = ["flash_attention", "flash_attention_backward", "flash_attention_forward", "flash_attention_kernel"]
 
@@ -167,23 +167,25 @@ def flash_attention_backward(
     # Rows of 16 bytes' multiples, which the copy engine can address.
     padded = (lse.shape[-1] + 3) // 4 * 4
     shift, delta = (lse.new_empty(*lse.shape[:-1], padded)[..., : lse.shape[-1]] for _ in range(2))
-    run(row_terms_launch(problem, out, grad_out, lse, grad_lse, shift, delta), q)
-    inputs = (q, k, v, grad_out)
-    if config.hopper_backward and not deterministic:
+    hopper = None if deterministic else config.hopper_backward
+    sums: torch.Tensor | None = None
+    if hopper:
         from .flash_attention_hopper_launch import hopper_backward_launch, hopper_backward_rows
 
         rows = hopper_backward_rows(problem)
-        sums = q.new_zeros(problem.batch, rows, problem.heads, problem.head_dim, dtype=torch.float32)
-        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta, config.hopper_backward), q)
-        torch.mul(sums[:, : problem.q_len], problem.scale, out=dq)
-        return dq, dk, dv
-    two_passes = deterministic or config.two_passes
-    dq_sums = None if two_passes else torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-    run(backward_launch(problem, config, inputs, dk, dv, dq_sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
-    if dq_sums is None:
+        sums = q.new_empty(problem.batch, rows, problem.heads, problem.head_dim, dtype=torch.float32)
+    elif not (deterministic or config.two_passes):
+        sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    run(row_terms_launch(problem, out, grad_out, lse, grad_lse, shift, delta, sums), q)
+    inputs = (q, k, v, grad_out)
+    if hopper and sums is not None:
+        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta, hopper), q)
+    else:
+        run(backward_launch(problem, config, inputs, dk, dv, sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
+    if sums is None:
         run(query_gradient_launch(problem, config, inputs, dq, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
     else:
-        torch.mul(dq_sums, problem.scale, out=dq)
+        run(query_sums_launch(problem, sums, dq), q)
     return dq, dk, dv
 
 

@@ -20,37 +20,6 @@ from .flash_attention_forward import load_tile, sequence_descriptor, soft_cap, s
 
 
 @triton.jit
-def row_terms_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_lb, stride_lh, stride_gb, stride_gh,
-    stride_rb, stride_rh, rows, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
-):  # fmt: skip
-    """Per query row: delta = Σ o·do - dlse, and the shift of the exponent, log-sum-exp in base 2.
-
-    A row that saw no key has log-sum-exp -inf; its shift is +inf, so that every probability recomputed from it is 0.
-    """
-    start = tl.program_id(0) * BLOCK_M
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
-    offs = start + tl.arange(0, BLOCK_M)
-    inside = offs < rows
-    o_ptr += batch * stride_ob
-    do_ptr += batch * stride_dob
-    o = load_tile(o_ptr, 0, head, start, rows, stride_oh, stride_os, HEAD_DIM, BLOCK_M, BLOCK_D, False)
-    do = load_tile(do_ptr, 0, head, start, rows, stride_doh, stride_dos, HEAD_DIM, BLOCK_M, BLOCK_D, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    if HAS_DLSE:
-        dlse = tl.load(dlse_ptr + batch * stride_gb + head * stride_gh + offs, mask=inside, other=0.0)
-        delta -= dlse
-    lse = tl.load(lse_ptr + batch * stride_lb + head * stride_lh + offs, mask=inside, other=0.0)
-    base = batch * stride_rb + head * stride_rh + offs
-    shift = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
-    tl.store(shift_ptr + base, shift, mask=inside)
-    tl.store(delta_ptr + base, delta, mask=inside)
-
-
-@triton.jit
 def backward_kernel(
     q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, dq_dst, shift_ptr, delta_ptr, cu_q_ptr, cu_k_ptr,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,

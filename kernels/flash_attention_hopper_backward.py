@@ -1,6 +1,6 @@
 """Exact attention backward for Hopper, with specialised warps, in Gluon.
 
-A tile of 128 keys is held while the queries that see it are walked. A feeder warp brings tiles of Q and dO through a
+One program holds a tile of 128 keys and walks the queries that see it. A feeder warp brings tiles of Q and dO through a
 ring in shared memory; two groups of four warps own 64 keys each and keep their rows of dK and dV in registers
 (FlashAttention-3, Shah et al. 2024, appendix on the backward pass). Scores are held transposed, [keys, queries]:
 
@@ -10,8 +10,7 @@ ring in shared memory; two groups of four warps own 64 keys each and keep their 
     dQ += dS K                  over the keys of both groups; each group takes half of it, and adds it to a float32
                                 buffer with atomic adds, so that the last bits of dQ change from run to run
 
-A program computes one tile of keys, or with COUNTER the next one that nobody has taken, as in the forward kernel: the
-queries of the next tile, and with two KV_SLOTS its keys and values, arrive while the present one's gradients leave.
+With AHEAD the next turn's scores are issued behind dQ's product and run while dQ leaves; without, with dPᵀ as above.
 
 Dense batches, causal or full, head dimensions 64 and 128; compute capability 9.0 only. Barriers are counted as in the
 forward kernel. With D = 128 the halves of dQ are columns, with D = 64 (tiles of 128 queries) rows.
@@ -28,13 +27,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .flash_attention_hopper import following, publish, threads_meet
+from .flash_attention_hopper import threads_meet
 
 
 @gluon.jit
-def _share(index, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Of the `index`-th tile: batch, key head, first key, first query tile, where queries without mask begin."""
+def _share(schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """This program's batch, key head, first key, first query tile, and where the queries that need no mask begin."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    index = gl.program_id(0)
     section = index // (heads_per_section * num_tiles)
     within = index % (heads_per_section * num_tiles)
     here = gl.minimum(heads_per_section, num_heads - section * heads_per_section)
@@ -61,26 +61,20 @@ def _walked(turn, kv_head, first, tiles, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _feed_tile(
-    index, before, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs, do_bufs,
-    shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
+def _feed(
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs, delta_bufs,
+    kv_full, q_full, q_empty, do_full, do_empty, schedule,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
-    """Of one tile keys and values, then queries and output gradients, after `before` turns. Returns turns until now."""
+    """The feeder: the keys and values once, then queries and output gradients as far ahead as the ring is empty."""
+    batch, kv_head, start, first, plain = _share(schedule, BLOCK_M, BLOCK_N, CAUSAL)
+    mbarrier.expect(kv_full.index(0), 2 * k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], kv_full.index(0), k_buf.index(0))
+    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], kv_full.index(0), v_buf.index(0))
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    batch, kv_head, start, first, plain = _share(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
-    held = done % KV_SLOTS
-    if COUNTER:
-        mbarrier.wait(kv_empty.index(held), (done // KV_SLOTS & 1) ^ 1)
-    mbarrier.expect(kv_full.index(held), 2 * k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], kv_full.index(held), k_bufs.index(held))
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], kv_full.index(held), v_bufs.index(held))
     tiles = gl.cdiv(q_len, BLOCK_M)
-    turns = GROUP * gl.maximum(tiles - first, 0)
-    for step in range(turns):
-        head, tile = _walked(step, kv_head, first, tiles, GROUP)
-        turn = before + step
+    for turn in range(GROUP * gl.maximum(tiles - first, 0)):
+        head, tile = _walked(turn, kv_head, first, tiles, GROUP)
         slot = turn % STAGES
         parity = (turn // STAGES & 1) ^ 1
         mbarrier.wait(q_empty.index(slot), parity)
@@ -99,51 +93,16 @@ def _feed_tile(
         tma.async_copy_global_to_shared(
             do_desc, [batch, head, tile * BLOCK_M, 0], do_full.index(slot), do_bufs.index(slot)
         )
-    return before + turns
 
 
 @gluon.jit
-def _feed(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs, do_bufs, shift_bufs,
-    delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule, counter_ptr, taken,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
-    KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
-):  # fmt: skip
-    """The feeder, which fills the slots as far ahead as they are empty."""
-    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    turn = 0
-    done = 0
-    index = gl.program_id(0)
-    if COUNTER:
-        tile_bufs, tile_full, tile_empty = taken
-        while index < num_tiles * num_heads:
-            turn = _feed_tile(
-                index, turn, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs,
-                do_bufs, shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
-                BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
-            )  # fmt: skip
-            index = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            mbarrier.wait(tile_empty.index(done % 2), (done // 2 & 1) ^ 1)
-            publish(tile_bufs.index(done % 2), index)
-            threads_meet()
-            mbarrier.arrive(tile_full.index(done % 2), count=1)
-            done += 1
-    else:
-        _feed_tile(
-            index, turn, done, q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs,
-            do_bufs, shift_bufs, delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule,
-            BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _differentiate_tile(
-    index, before, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs,
-    kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+def _differentiate(
+    dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full, q_empty,
+    do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """64 keys of one tile, over every query tile, after `before` turns. Returns the turns until now."""
+    """One group of warps: 64 keys, over every query tile."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
     ROWS: gl.constexpr = BLOCK_N // 2
     BY_COLUMNS: gl.constexpr = BLOCK_M == 64
@@ -153,33 +112,40 @@ def _differentiate_tile(
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    batch, kv_head, tile_start, first, plain = _share(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
+    batch, kv_head, tile_start, first, plain = _share(schedule, BLOCK_M, BLOCK_N, CAUSAL)
     start = tile_start + HALF * ROWS
-    held = done % KV_SLOTS
-    keys = k_bufs.index(held).reshape([BLOCK_N, HEAD_DIM])
+    keys = k_buf.index(0).reshape([BLOCK_N, HEAD_DIM])
     k = keys.slice(HALF * ROWS, ROWS, 0)
-    v = v_bufs.index(held).reshape([BLOCK_N, HEAD_DIM]).slice(HALF * ROWS, ROWS, 0)
+    v = v_buf.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(HALF * ROWS, ROWS, 0)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     masked_tile = tile_start + BLOCK_N > kv_len
     tiles = gl.cdiv(q_len, BLOCK_M)
-    mbarrier.wait(kv_full.index(held), done // KV_SLOTS & 1)
+    mbarrier.wait(kv_full.index(0), 0)
     turns = GROUP * gl.maximum(tiles - first, 0)
-    for step in range(turns):
-        head, tile = _walked(step, kv_head, first, tiles, GROUP)
-        turn = before + step
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    scores = zeros
+    if AHEAD:
+        if turns > 0:
+            mbarrier.wait(q_full.index(0), 0)
+        first_q = q_bufs.index(0).reshape([BLOCK_M, HEAD_DIM])
+        scores_token = warpgroup_mma(k, first_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores_token])
+    for turn in range(turns):
+        head, tile = _walked(turn, kv_head, first, tiles, GROUP)
         slot = turn % STAGES
         parity = turn // STAGES & 1
         q = q_bufs.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = do_bufs.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-        mbarrier.wait(q_full.index(slot), parity)
-        scores_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if not AHEAD:
+            mbarrier.wait(q_full.index(slot), parity)
+            scores_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(do_full.index(slot), parity)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores_token])
+        if not AHEAD:
+            scores = warpgroup_mma_wait(1, deps=[scores_token])
         p = gl.exp2(scores * scale_log2 - shift_bufs.index(slot).load(S_LAYOUT))
         # A branch, not a select: the assembler would move the wait below up past the exponentials, which are to run
         # beside the second product, and moves nothing past a branch that reads them.
@@ -209,9 +175,15 @@ def _differentiate_tile(
             dq_token = warpgroup_mma(ds_t.slice(HALF * DQ_ROWS, DQ_ROWS, 0), keys, empty, use_acc=False, is_async=True)
         dv, p_operand = warpgroup_mma_wait(2, deps=[dv_token, p_operand])
         mbarrier.arrive(do_empty.index(slot), count=1)
-        dk, ds_operand = warpgroup_mma_wait(1, deps=[dk_token, ds_operand])
+        if AHEAD:
+            next_slot = (turn + 1) % STAGES
+            if turn + 1 < turns:  # after the last turn the product is nobody's, and reads whatever lies there
+                mbarrier.wait(q_full.index(next_slot), (turn + 1) // STAGES & 1)
+            next_q = q_bufs.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
+            scores_token = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dk, ds_operand = warpgroup_mma_wait(1 + AHEAD, deps=[dk_token, ds_operand])
         mbarrier.arrive(q_empty.index(slot), count=1)
-        dq = warpgroup_mma_wait(0, deps=[dq_token])
+        dq = warpgroup_mma_wait(0 + AHEAD, deps=[dq_token])
         mbarrier.arrive(ds_empty.index(side), count=1)
         dq_rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
         dq_cols = gl.arange(0, DQ_COLS, layout=gl.SliceLayout(0, Q_LAYOUT))
@@ -224,9 +196,9 @@ def _differentiate_tile(
         targets = dq_ptr + (row * heads + head) * HEAD_DIM
         offsets = gl.expand_dims(dq_rows * (heads * HEAD_DIM), 1) + gl.expand_dims(dq_cols, 0)
         gl.atomic_add(targets + offsets, dq, sem="relaxed")
+        if AHEAD:
+            scores = warpgroup_mma_wait(0, deps=[scores_token])
 
-    if COUNTER:
-        mbarrier.arrive(kv_empty.index(held), count=1)
     out_rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
     out_cols = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, D_LAYOUT))
     offsets = ((batch * kv_len).to(gl.int64) + out_rows) * (kv_heads * HEAD_DIM) + kv_head * HEAD_DIM
@@ -234,78 +206,31 @@ def _differentiate_tile(
     inside = gl.expand_dims(out_rows < kv_len, 1)
     gl.store(dk_ptr + places, (dk * scale).to(k.dtype), mask=inside)
     gl.store(dv_ptr + places, dv.to(k.dtype), mask=inside)
-    return before + turns
-
-
-@gluon.jit
-def _differentiate(
-    dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs, kv_full, kv_empty, q_full,
-    q_empty, do_full, do_empty, ds_full, ds_empty, schedule, taken, scale_log2, scale,
-    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
-):  # fmt: skip
-    """One group of warps: its half of the keys of this program's tiles."""
-    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    turn = 0
-    done = 0
-    index = gl.program_id(0)
-    if COUNTER:
-        while index < num_tiles * num_heads:
-            turn = _differentiate_tile(
-                index, turn, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs,
-                ds_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2,
-                scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
-            )  # fmt: skip
-            index = following(index, done, taken, COUNTER)
-            done += 1
-    else:
-        _differentiate_tile(
-            index, turn, done, dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs,
-            ds_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2,
-            scale, HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
-        )  # fmt: skip
 
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, dq_ptr, counter_ptr,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, dq_ptr,
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr, KV_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
+    CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """This program's tiles of keys: writes dK and dV (contiguous), and adds dS K, unscaled, into the float32 `dq_ptr`.
-
-    `counter_ptr` holds an int32 zero where COUNTER is set.
-    """
+    """One tile of keys: writes its dK and dV (contiguous), and adds dS K, unscaled, into the float32 `dq_ptr`."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(k_desc.dtype, [KV_SLOTS] + k_desc.block_type.shape, k_desc.layout)
-    v_bufs = gl.allocate_shared_memory(k_desc.dtype, [KV_SLOTS] + k_desc.block_type.shape, k_desc.layout)
+    k_buf = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
+    v_buf = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
     shift_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_SLOTS, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = (0, 0, 0)
-    kv_empty = kv_full  # a program of one tile waits for no empty slot of keys
-    if COUNTER:
-        kv_empty = gl.allocate_shared_memory(gl.int64, [KV_SLOTS, 1], mbarrier.MBarrierLayout())
-        tile_bufs = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        taken = (tile_bufs, tile_full, tile_empty)
-        for i in gl.static_range(KV_SLOTS):
-            mbarrier.init(kv_empty.index(i), count=2)
-        for i in gl.static_range(2):
-            mbarrier.init(tile_full.index(i), count=1)
-            mbarrier.init(tile_empty.index(i), count=2)
-    for i in gl.static_range(KV_SLOTS):
-        mbarrier.init(kv_full.index(i), count=1)
+    mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
@@ -321,19 +246,19 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs, kv_full,
-                kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, taken, scale_log2, scale,
-                0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
+                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
+                q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+                0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_bufs, v_bufs, do_bufs, ds_bufs, kv_full,
-                kv_empty, q_full, q_empty, do_full, do_empty, ds_full, ds_empty, schedule, taken, scale_log2, scale,
-                1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
+                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
+                q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+                1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_feed, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_bufs, v_bufs, do_bufs, shift_bufs,
-                delta_bufs, kv_full, kv_empty, q_full, q_empty, do_full, do_empty, schedule, counter_ptr, taken,
-                BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL, KV_SLOTS, COUNTER,
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs,
+                delta_bufs, kv_full, q_full, q_empty, do_full, do_empty, schedule, BLOCK_M, BLOCK_N,
+                STAGES, GROUP, CAUSAL,
             )),
         ],
         [4, 1],

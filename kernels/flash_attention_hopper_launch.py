@@ -61,25 +61,18 @@ class HopperTile:
 class HopperBackwardTile:
     """128 keys by 64 queries (128 at a head dimension of 64), `stages` slots for queries and their output's gradients.
 
-    `order`: "grid", a program for each tile of keys; "counter", as many programs as multiprocessors, the next tile to
-    whoever is free. With two `kv_slots` the next tile's keys and values arrive during the present one.
+    With `ahead` the next queries' scores are computed while the present ones' gradient leaves.
     """
 
     stages: int = 2
-    order: Literal["grid", "counter"] = "grid"
-    kv_slots: int = 1
+    ahead: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(
-            stages=(self.stages, tuple(range(1, 9))),
-            order=(self.order, ("grid", "counter")),
-            kv_slots=(self.kv_slots, (1, 2)),
-        )
+        _check_choices(stages=(self.stages, tuple(range(2 if self.ahead else 1, 9))), ahead=(self.ahead, (False, True)))
 
     def __str__(self) -> str:
         said = "one pass" if self.stages == 2 else f"one pass s{self.stages}"
-        said += "" if self.order == "grid" else f" {self.order}"
-        return said + (f" kv{self.kv_slots}" if self.kv_slots > 1 else "")
+        return said + (" ahead" if self.ahead else "")
 
 
 def unsupported_by_hopper(problem: Problem) -> str | None:
@@ -107,11 +100,6 @@ def hopper_tile(problem: Problem) -> HopperTile:
 def hopper_backward_tile(problem: Problem) -> HopperBackwardTile:
     """The backward's tile for a problem."""
     return HopperBackwardTile()
-
-
-def _counter(order: str, q: torch.Tensor) -> torch.Tensor | None:
-    """Where programs count the tiles that they take."""
-    return torch.zeros(1, dtype=torch.int32, device=q.device) if order == "counter" else None
 
 
 def _element(dtype: torch.dtype) -> gl.dtype:
@@ -167,7 +155,7 @@ def hopper_forward_launch(
         "v_desc": _descriptor(v, tile.block_n),
         "o_desc": _descriptor(out, 64),
         "lse_ptr": lse,
-        "counter_ptr": _counter(tile.order, q),
+        "counter_ptr": torch.zeros(1, dtype=torch.int32, device=q.device) if tile.order == "counter" else None,
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,
@@ -220,8 +208,8 @@ def hopper_backward_launch(
     """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
     over scale into `dq_sums`, float32 [B, hopper_backward_rows, H, D], zero before.
 
-    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. With a counter of tiles the launch
-    is good for one run. ValueError when the problem or a tensor's strides are not supported.
+    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
+    tensor's strides are not supported.
     """
     reason = unsupported_by_hopper(problem)
     if reason is not None:
@@ -247,7 +235,6 @@ def hopper_backward_launch(
         "dk_ptr": dk,
         "dv_ptr": dv,
         "dq_ptr": dq_sums,
-        "counter_ptr": _counter(tile.order, q),
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,
@@ -264,9 +251,7 @@ def hopper_backward_launch(
         "GROUP": problem.heads // problem.kv_heads,
         "CAUSAL": problem.right == 0,
         "DS_LAYOUT": _layout((block_n, block_m), q.dtype),
-        "KV_SLOTS": tile.kv_slots,
-        "COUNTER": tile.order == "counter",
+        "AHEAD": tile.ahead,
     }
-    tiles = num_tiles * num_heads
-    grid = (tiles if tile.order == "grid" else min(multiprocessors(q), tiles),)
+    grid = (num_tiles * num_heads,)
     return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

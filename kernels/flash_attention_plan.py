@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ._rows import multiprocessors as multiprocessors_of
 from ._rows import on_device_of
-from .flash_attention_backward import backward_kernel, query_gradient_kernel, row_terms_kernel
+from .flash_attention_backward import backward_kernel, query_gradient_kernel
 from .flash_attention_forward import flash_attention_forward_kernel
 from .flash_attention_problem import Problem
 from .launch import Launch
@@ -196,13 +196,15 @@ def _source(tensor: torch.Tensor, problem: Problem, block: int, described: bool)
     )
 
 
-def _strides(name: str, tensor: torch.Tensor, varlen: bool) -> dict[str, int]:
+def strides(name: str, tensor: torch.Tensor, varlen: bool) -> dict[str, int]:
+    """A tensor's strides of batch, head and row, as the kernels' arguments are called."""
     row, head = tensor.stride(-3), tensor.stride(-2)
     batch = 0 if varlen else tensor.stride(0)
     return {f"stride_{name}b": batch, f"stride_{name}h": head, f"stride_{name}s": row}
 
 
-def _row_strides(rows: torch.Tensor, varlen: bool) -> dict[str, int]:
+def row_strides(rows: torch.Tensor, varlen: bool) -> dict[str, int]:
+    """The strides of batch and head of what has a number a row."""
     return {"stride_lb": 0 if varlen else rows.stride(0), "stride_lh": rows.stride(-2)}
 
 
@@ -259,50 +261,14 @@ def forward_launch(
         "num_tiles": num_tiles,
         "num_heads": num_heads,
         "heads_per_section": heads_per_section(problem, q, problem.heads, kv_bytes),
-        **_row_strides(lse, problem.varlen),
+        **row_strides(lse, problem.varlen),
         **_common(problem, tile, config),
         "STAGGER": config.stagger[0],
         "FIRST": config.stagger[1] and config.stagger[1] * multiprocessors(q),
     }
     for name, tensor in (("q", q), ("k", k), ("v", v), ("o", out)):
-        args |= _strides(name, tensor, problem.varlen)
+        args |= strides(name, tensor, problem.varlen)
     return Launch(flash_attention_forward_kernel, (num_tiles * num_heads,), args, tile.num_warps, tile.num_stages)
-
-
-def row_terms_launch(
-    problem: Problem,
-    out: torch.Tensor,
-    grad_out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_lse: torch.Tensor | None,
-    shift: torch.Tensor,
-    delta: torch.Tensor,
-) -> Launch:
-    """What the backward needs of each query row; a packed batch is one long row of tokens here."""
-    rows = out.shape[-3]
-    batch = 1 if problem.varlen else problem.batch
-    args = {
-        "o_ptr": out,
-        "do_ptr": grad_out,
-        "lse_ptr": lse,
-        "dlse_ptr": grad_lse,
-        "shift_ptr": shift,
-        "delta_ptr": delta,
-        **_strides("o", out, problem.varlen),
-        **_strides("do", grad_out, problem.varlen),
-        **_row_strides(lse, problem.varlen),
-        "stride_rb": 0 if problem.varlen else shift.stride(0),
-        "stride_rh": shift.stride(-2),
-        "stride_gb": 0 if grad_lse is None or problem.varlen else grad_lse.stride(0),
-        "stride_gh": 0 if grad_lse is None else grad_lse.stride(-2),
-        "rows": rows,
-        "heads": problem.heads,
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_M": 64,
-        "BLOCK_D": block_d(problem),
-        "HAS_DLSE": grad_lse is not None,
-    }
-    return Launch(row_terms_kernel, (cdiv(rows, 64), batch * problem.heads), args, 4, 1)
 
 
 def backward_launch(
@@ -341,7 +307,7 @@ def backward_launch(
         "num_tiles": num_tiles,
         "num_heads": num_heads,
         "heads_per_section": heads_per_section(problem, q, problem.kv_heads, query_bytes),
-        **_row_strides(shift, problem.varlen),
+        **row_strides(shift, problem.varlen),
         **_common(problem, tile, config),
         "GROUP": problem.heads // problem.kv_heads,
         "ADD_DQ": dq_sums is not None,
@@ -351,7 +317,7 @@ def backward_launch(
     }
     named = (("q", q), ("k", k), ("v", v), ("do", grad_out), ("dk", dk), ("dv", dv))
     for name, tensor in (*named, ("dq", q if dq_sums is None else dq_sums)):
-        args |= _strides(name, tensor, problem.varlen)
+        args |= strides(name, tensor, problem.varlen)
     return Launch(backward_kernel, (num_tiles * num_heads,), args, tile.num_warps, tile.num_stages)
 
 
@@ -384,11 +350,11 @@ def query_gradient_launch(
         "num_tiles": num_tiles,
         "num_heads": num_heads,
         "heads_per_section": heads_per_section(problem, q, problem.heads, kv_bytes),
-        **_row_strides(shift, problem.varlen),
+        **row_strides(shift, problem.varlen),
         **_common(problem, tile, config),
     }
     for name, tensor in (("q", q), ("k", k), ("v", v), ("do", grad_out), ("dq", dq)):
-        args |= _strides(name, tensor, problem.varlen)
+        args |= strides(name, tensor, problem.varlen)
     return Launch(query_gradient_kernel, (num_tiles * num_heads,), args, tile.num_warps, tile.num_stages)
 
 
