@@ -181,11 +181,13 @@ def _hopper_backward(head_dim: int, base: Config) -> list[Candidate]:
         64: "the same with 128 queries a tile; the compiler keeps about ten values of the loop out of registers",
     }[head_dim]
     share = {128: 0.82, 64: 0.72}[head_dim]
-    counter = HopperBackwardTile(order="counter")
     tiles = [
         (HopperBackwardTile(), share, why),
-        (counter, share + 0.02, "the next tile's queries arrive while this one's gradients leave"),
-        (replace(counter, kv_slots=2), share + 0.04, "the next tile's keys and values too"),
+        (
+            HopperBackwardTile(ahead=True),
+            share + 0.08,
+            "the next scores beside dQ's way out",
+        ),
     ]
     return [
         Candidate(f"hopper {tile}", "backward", head_dim, replace(base, hopper_backward=tile), share, why, "hopper")

@@ -102,10 +102,7 @@ def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "tile",
-    [
-        HopperBackwardTile(stages, *order)
-        for stages, order in ((1, ()), (2, ()), (1, ("counter",)), (2, ("counter", 2)))
-    ],
+    [HopperBackwardTile(1), HopperBackwardTile(), HopperBackwardTile(ahead=True), HopperBackwardTile(3, ahead=True)],
     ids=str,
 )
 def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], tile: HopperBackwardTile) -> None:
@@ -122,7 +119,7 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(p.batch, hopper_backward_rows(p), p.heads, p.head_dim)
     args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta, tile).args)
-    programs = -(-p.kv_len // 128) * p.batch * p.kv_heads if tile.order == "grid" else shape[7]
+    programs = -(-p.kv_len // 128) * p.batch * p.kv_heads
     block = args["BLOCK_M"]
     args |= {
         "q_desc": threads.heads_first(q, block), "k_desc": threads.heads_first(k, 128),
@@ -131,7 +128,6 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
         "delta_desc": threads.Descriptor(delta.reshape(-1, p.q_len), [1, block]),
         "dk_ptr": threads.Memory(dk.view(-1)), "dv_ptr": threads.Memory(dv.view(-1)),
         "dq_ptr": threads.Memory(sums.view(-1)),
-        "counter_ptr": args["counter_ptr"] is not None and threads.Memory(args["counter_ptr"]),
     }  # fmt: skip
     threads.run_on_threads(hopper_backward_kernel, programs, args)
     for name, got, truth in zip("qkv", (sums[:, : p.q_len] * p.scale, dk, dv), expected, strict=True):
@@ -139,31 +135,19 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
         assert error <= 4e-3 * max(1.0, largest), f"d{name}: off by {error:.3g}, the largest is {largest:.3g}"
 
 
-@pytest.mark.parametrize(("tile", "rings"), [((2,), 7), ((2, "counter", 2), 10)], ids=str)
-def test_a_program_of_one_tile_has_no_barriers_for_a_next_one(
-    tile: tuple[Any, ...], rings: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where each program has one tile, what the counter needs is not in the code: it is the code that was measured."""
-    made: list[int] = []
-    plain = threads.Barriers
-    monkeypatch.setattr(threads, "Barriers", lambda count: made.append(count) or plain(count))
-    test_the_partitions_together_compute_the_gradients(SHAPES[5], HopperBackwardTile(*tile))
-    assert len(made) == rings
-
-
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
 def test_nothing_is_read_before_its_copy_is_waited_for(shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LATE", True)
     for tile in (HopperTile(), HopperTile(64, 2, True, "counter", 2)):
         test_the_partitions_together_compute_attention(shape, tile)
-    for backward in (HopperBackwardTile(), HopperBackwardTile(2, "counter", 2)):
+    for backward in (HopperBackwardTile(), HopperBackwardTile(ahead=True)):
         test_the_partitions_together_compute_the_gradients(shape, backward)
 
 
 def test_nothing_is_read_after_its_slot_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PAUSE_S", 0.002)
     test_the_partitions_together_compute_attention(SHAPES[3], HopperTile(64, 2, True, "counter", 2))
-    test_the_partitions_together_compute_the_gradients(SHAPES[3], HopperBackwardTile(2, "counter", 2))
+    test_the_partitions_together_compute_the_gradients(SHAPES[3], HopperBackwardTile(ahead=True))
     test_the_partitions_together_compute_the_gradients(SHAPES[1], HopperBackwardTile(1))
 
 
@@ -200,9 +184,8 @@ def test_what_the_kernel_does_not_support_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        (HopperBackwardTile, {"order": "fixed"}),  # the forward's: here most tiles would have no program
-        (HopperBackwardTile, {"kv_slots": 3}),
         (HopperBackwardTile, {"stages": 0}),
+        (HopperBackwardTile, {"ahead": 2}),
         (HopperTile, {"order": "Counter"}),
         (HopperTile, {"block_n": 96}),
         (HopperTile, {"q_slots": 3}),
@@ -213,6 +196,12 @@ def test_a_tile_that_the_kernels_do_not_know_is_refused(kind: Any, field: dict[s
     (name,) = field
     with pytest.raises(ValueError, match=f"{name}: .* is not supported; use "):
         kind(**field)
+
+
+def test_scores_ahead_need_a_second_slot() -> None:
+    """Their queries would wait for a slot that the present turn still holds."""
+    with pytest.raises(ValueError, match="stages: 1 is not supported; use 2 or "):
+        HopperBackwardTile(1, ahead=True)
 
 
 @pytest.mark.gpu
