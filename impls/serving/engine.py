@@ -62,11 +62,16 @@ class Output:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was launched: the sequences that draw a token in it, each with the place that the token will have."""
+    """A step that was launched: the sequences that draw a token in it, each with the place that the token will have.
+
+    use, running: share of the cache that is held in it, and sequences that run, those among them that it completes.
+    """
 
     step: Step
     collect: Callable[[], list[int]]
     began: float
+    use: float
+    running: int
     draws: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
@@ -156,6 +161,7 @@ class Engine:
         if sequence is None:
             return False
         self._end(sequence, "cancelled", "cancelled by the client")
+        self._rests(self.now)
         self._outbox.append(Output(request_id, finished="cancelled", reason="cancelled by the client"))
         return True
 
@@ -173,8 +179,8 @@ class Engine:
         return outputs
 
     def _launch(self, step: Step) -> Flight:
-        began = self.now
-        flight = Flight(step, self.runner.launch(step), began)
+        began, use, running = self.now, self.scheduler.blocks.use, len(self.scheduler.running)
+        flight = Flight(step, self.runner.launch(step), began, use, running)
         self._count(step)
         for chunk in step.chunks:
             sequence = chunk.sequence
@@ -200,12 +206,18 @@ class Engine:
                 outputs.append(self._take(sequence, place, token, now))
         if self.recorder is not None:
             decodes = sum(chunk.length == 1 for chunk in flight.step.chunks)
-            seconds = now - max(flight.began, self._landed)
-            self.recorder.stepped(flight.step.tokens - decodes, decodes, seconds)
-            self.recorder.sample(now, self.scheduler.blocks.use, len(self.scheduler.running))
+            ran_from = max(flight.began, self._landed)
+            self.recorder.stepped(flight.step.tokens - decodes, decodes, now - ran_from)
+            self.recorder.sample(ran_from, flight.use, flight.running)
             self.recorder.slots = (self.scheduler.blocks.slots_reserved, self.scheduler.blocks.slots_held)
         self._landed = now
+        self._rests(now)
         return outputs
+
+    def _rests(self, now: float) -> None:
+        """Notes the state where nothing runs or is about to; what a step holds is noted when it has run."""
+        if self.recorder is not None and self._flight is None and self.scheduler.idle and not self.scheduler.running:
+            self.recorder.sample(now, self.scheduler.blocks.use, 0)
 
     def stream(self, request: Request) -> Iterator[int]:
         """The tokens of one request as they come; closing the iterator early cancels it.

@@ -59,7 +59,7 @@ class Recorder:
         self.steps.append((prompt_tokens, decodes, seconds))
 
     def sample(self, now: float, use: float, running: int) -> None:
-        """The state after a step; kept when it changed."""
+        """What holds from then on: of the cache in use, of sequences that run; kept when it changed."""
         if not self.cache_use or self.cache_use[-1][1] != use:
             self.cache_use.append((now, use))
         if not self.running or self.running[-1][1] != running:

@@ -113,6 +113,7 @@ class RoleEngine(Engine):
         """Ends a sequence here without a word: its blocks are free, and what becomes of it is told elsewhere."""
         self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
+        self._rests(self.now)
 
 
 class PrefillEngine(RoleEngine):

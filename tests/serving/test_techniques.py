@@ -197,6 +197,32 @@ def test_requests_are_sent_by_the_clock_however_busy_the_engine_is(fake):
     assert summarize(timeline).metrics["ttft_p50"]["value"] == pytest.approx(19.0)
 
 
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_request_runs_and_holds_its_blocks_in_its_first_step_and_in_its_last(fake, lookahead):
+    # Answers of one token: two run in each of three steps of 10 s, and who ends in a step was there until its end.
+    clock, recorder = fake.Clock(), Recorder()
+    runner = fake.Runner(97, 90, 4, clock=clock, cost=lambda step: 10.0)
+    config = dataclasses.replace(CONFIG, max_running=2, lookahead=lookahead)
+    engine = Engine(runner, config, clock=clock, sleep=clock.sleep, recorder=recorder)
+    engine.serve([Request(f"q{i}", [1, 2], Sampling(max_tokens=1)) for i in range(6)])
+    timeline = recorder.timeline()
+    share = pytest.approx(2 / CONFIG.num_blocks)
+    assert timeline["running"] == [[0.0, 2.0], [30.0, 0.0]]
+    assert timeline["cache_use"] == [[0.0, share], [30.0, 0.0]]
+    assert summarize(timeline).metrics["running_requests"]["value"] == pytest.approx(2.0)
+
+
+def test_nothing_runs_once_all_was_cancelled(fake):
+    clock, recorder = fake.Clock(), Recorder()
+    runner = fake.Runner(97, 90, 4, clock=clock, cost=lambda step: 10.0)
+    engine = Engine(runner, CONFIG, clock=clock, sleep=clock.sleep, recorder=recorder)
+    engine.submit(Request("q", [1, 2], Sampling(max_tokens=5)))
+    engine.step()
+    engine.cancel("q")
+    assert recorder.timeline()["running"] == [[0.0, 1.0], [10.0, 0.0]]
+    assert recorder.timeline()["cache_use"][-1] == [10.0, 0.0]
+
+
 @pytest.mark.slow
 def test_continuous_batching_reaches_most_of_what_the_schedules_allow():
     pair, workload = smoke("continuous_batching")
