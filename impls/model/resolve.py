@@ -124,6 +124,11 @@ def token_flops(config: ModelConfig, context: float) -> float:
     return 2.0 * weights + attention
 
 
+def head_flops(config: ModelConfig) -> float:
+    """What of :func:`token_flops` is the output head: a prompt's tokens but its last need no logits."""
+    return 2.0 * config.vocab_size * config.hidden_size
+
+
 def describe(model: Decoder) -> Mapping[str, Any]:
     """What a record keeps of a model."""
     return {"weights_digest": model.weights_digest, "config_digest": model.config.digest()}

@@ -29,7 +29,7 @@ from harness.pair import Claim, Context, Inputs, Pair, Tolerance, Variant, Work
 from harness.workload import Workload
 from impls.model.cache import KVCache
 from impls.model.decoder import Decoder
-from impls.model.resolve import config_for, model_for, not_here, prompts_for, token_flops
+from impls.model.resolve import config_for, head_flops, model_for, not_here, prompts_for, token_flops
 from impls.serving.engine import Engine, Output
 from impls.serving.request import Request, Sampling
 from impls.serving.runner import ModelRunner
@@ -256,7 +256,7 @@ def work(workload: Workload) -> Work:
     config, rows = config_for(workload), int(workload.batch)
     prompt, new, size = int(workload.prompt), int(workload.new), ITEMSIZE[workload.dtype]
     steps = prompt + new - 1
-    flops = rows * sum(token_flops(config, at + 1) for at in range(steps))
+    flops = rows * (sum(token_flops(config, at + 1) for at in range(steps)) - (prompt - 1) * head_flops(config))
     weights = token_flops(config, 0) / 2
     kept = config.kv_values_per_token * rows * sum(prompt + i for i in range(1, new))
     return Work(
@@ -266,7 +266,8 @@ def work(workload: Workload) -> Work:
         items=rows * new,
         unit="tokens",
         reasons={
-            "flops": "two for each weight and token, attention over the positions seen (half of the square)",
+            "flops": "two for each weight and token (the output head's from the prompt's last token on), attention over "
+            "the positions seen (half of the square)",
             "bytes": "weights once for the prompt and once for each further token; keys and values seen by each",
         },
     )

@@ -22,7 +22,7 @@ from harness.serving.trace import Trace
 from harness.serving.workload_trace import LENGTHS_SEED, SYNTHETIC, trace_for
 from harness.workload import Workload
 from impls.model.config import ModelConfig
-from impls.model.resolve import config_for, model_path, prompts_for, token_flops
+from impls.model.resolve import config_for, head_flops, model_path, prompts_for, token_flops
 from impls.serving.request import Request, Sampling
 from impls.serving.scheduler import EngineConfig
 
@@ -34,7 +34,11 @@ def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
 
     Prompts are seeded ids, equal where the trace says that prefixes are equal; with real weights they are pieces of
     real text.
+
+    Raises:
+        UsageError: a trace or sizes that make no run.
     """
+    require_sizes(workload)
     trace = requests_trace(workload, ctx.trace_path)
     vocab = config_for(workload, model_path(workload, ctx)).vocab_size
     system, systems = system_prompt(workload, ctx.trace_path)
@@ -83,8 +87,9 @@ def engine_config(workload: Workload, **switches: Any) -> EngineConfig:
     """The engine of a workload; ``switches`` are what a technique turns.
 
     Raises:
-        UsageError: fewer tokens a step than sequences that decode in it.
+        UsageError: no slot, no block, or fewer tokens a step than sequences that decode in it.
     """
+    require_sizes(workload)
     block, slots, budget = int(workload.block_size), int(workload.slots), int(workload.step_tokens)
     if budget < slots:
         raise UsageError(
@@ -100,6 +105,20 @@ def engine_config(workload: Workload, **switches: Any) -> EngineConfig:
         context=system + int(workload.max_prompt) + int(workload.max_output),
         **switches,
     )
+
+
+def require_sizes(workload: Workload) -> None:
+    """Nothing where an engine can have the workload's sizes.
+
+    Raises:
+        UsageError: no slot, or not one block.
+    """
+    block, slots, cache = int(workload.block_size), int(workload.slots), int(workload.cache_tokens)
+    if slots < 1 or block < 1 or cache < block:
+        raise UsageError(
+            f"{workload.name}: an engine has at least one slot and one block; got slots={slots}, block_size={block} "
+            f"and cache_tokens={cache}"
+        )
 
 
 def work(workload: Workload) -> Work:
@@ -123,10 +142,12 @@ def work(workload: Workload) -> Work:
         seen.add(r.prefix_blocks)
         whole = r.prompt_tokens + r.output_tokens
         flops += (whole - known - 1) * token_flops(config, (known + whole) / 2)
+        flops -= (r.prompt_tokens - known - 1) * head_flops(config)
     size = ITEMSIZE[workload.dtype]
     steps = math.ceil(tokens / int(workload.slots))
     weights = token_flops(config, 0) / 2 * size
-    kept = sum(config.kv_values_per_token * output * (prompt + output / 2) for prompt, output in lengths) * size
+    seen_tokens = sum((output - 1) * (prompt + output / 2) for prompt, output in lengths)
+    kept = config.kv_values_per_token * seen_tokens * size
     return Work(
         flops=flops,
         bytes=weights * steps + kept,
@@ -134,8 +155,9 @@ def work(workload: Workload) -> Work:
         items=tokens,
         unit="tokens",
         reasons={
-            "flops": "two for each weight and token of prompts and answers, attention over the positions seen",
-            "bytes": "weights once a step with every slot full, keys and values that each answer's tokens see",
+            "flops": "two for each weight and token of prompts and answers (the output head's from each prompt's last "
+            "token on), attention over the positions seen",
+            "bytes": "weights once a step with every slot full, keys and values that each step of decode sees",
         },
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from harness.check import judge_scored
 from harness.discover import find, load_pair, workloads_of
@@ -17,6 +18,7 @@ from harness.pair import Context, Inputs
 from harness.serving.metrics import summarize
 from harness.serving.workload_trace import trace_for
 from impls.model.fetch import default_model_path
+from impls.model.resolve import config_for
 from impls.serving.engine import Engine
 from impls.serving.recorder import Recorder
 from impls.serving.request import Request, Sampling
@@ -117,6 +119,35 @@ def test_a_workload_that_cannot_be_served_says_why():
     _, workload = smoke("continuous_batching", requests=0)
     with pytest.raises(UsageError, match="requests must be at least 1"):
         pair.inputs(workload, ctx)
+
+
+@pytest.mark.parametrize("sizes", [{"slots": 0}, {"block_size": 0}, {"cache_tokens": 15}], ids=str)
+def test_sizes_that_no_engine_can_have_are_bad_use_and_named(sizes):
+    _, workload = smoke("continuous_batching")
+    pair, workload = smoke("continuous_batching", step_tokens=workload.slots, **sizes)
+    with pytest.raises(UsageError, match=f"one slot and one block.*{next(iter(sizes))}={next(iter(sizes.values()))}"):
+        pair.inputs(workload, context(workload))
+
+
+@pytest.mark.parametrize("name", ["continuous_batching", "kv_cache"])
+def test_the_work_of_a_run_is_the_products_that_it_takes(name):
+    # Logits are asked for at a prompt's last token and behind it: an output head for each token would be 9 % more.
+    pair, workload = smoke(name, **({"requests": 6} if name == "continuous_batching" else {}))
+    ctx = context(workload)
+    inputs = Inputs(pair.inputs(workload, ctx), 3)
+    case = pair.variant("optimized").fn(workload, ctx)
+    case.load(inputs)
+    with FlopCounterMode(display=False) as counter:
+        case.run()
+    if name == "continuous_batching":
+        lengths = [len(r.prompt) + r.sampling.max_tokens for r in inputs["requests"]]
+    else:
+        lengths = [workload.prompt + workload.new] * workload.batch
+    config = config_for(workload)
+    seen = sum(length * (length - 1) / 2 for length in lengths)
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * seen
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert pair.work(workload).flops - attention == pytest.approx(products, rel=0.003)
 
 
 def test_swapping_computes_nothing_again():
