@@ -31,7 +31,7 @@ from harness.runner import Runner, Settings
 from harness.serving.metrics import Slo, checked_price
 from harness.serving.peer_runner import Peer, PeerRunner
 from harness.serving.sweep import RATE
-from harness.serving.workload_trace import trace_for
+from harness.serving.workload_trace import SYNTHETIC, trace_for
 from harness.spent import describe, spent
 from harness.world import Joined, detect_world, join
 
@@ -239,12 +239,24 @@ class Session:
         return learn
 
     def _look_at_traces(self, items: Sequence[Item]) -> None:
-        """Says what a trace file holds and how many of its rows were refused, before anything is measured."""
-        if self.request.trace is None:
-            return
+        """Says what a trace file holds and how many of its rows were refused, before anything is measured.
+
+        Raises:
+            UsageError: a file that cannot be replayed, a synthetic load of lengths or rates that make none, or what is
+                asked of requests where none are sent.
+        """
         serving = [w for i in items for w in i.workloads if "trace" in w.dims and RATE in w.dims]
         if not serving and self.request.names:
-            raise UsageError(f"--trace {self.request.trace}: nothing that was chosen replays a trace")
+            bounds = dict(zip(("--slo-ttft", "--slo-tpot"), self.options.slo, strict=True))
+            asked = {"--trace": self.request.trace, **bounds, "--gpu-hour-price": self.options.gpu_hour_price}
+            for option, value in asked.items():
+                if value is not None:
+                    raise UsageError(f"{option} {value}: nothing that was chosen sends requests")
+        if self.request.trace is None:
+            for workload in serving:
+                if workload.trace == SYNTHETIC:
+                    trace_for(workload)
+            return
         said = {trace.describe(): bool(trace.refused) for trace in (trace_for(w, self.request.trace) for w in serving)}
         for text, refused in said.items():
             (self.reporter.warn if refused else self.reporter.note)(text)
