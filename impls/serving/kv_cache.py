@@ -266,8 +266,8 @@ def work(workload: Workload) -> Work:
         items=rows * new,
         unit="tokens",
         reasons={
-            "flops": "two for each weight and token (the output head's from the prompt's last token on), attention over "
-            "the positions seen (half of the square)",
+            "flops": "two for each weight and token (the output head's from the prompt's last token on), attention "
+            "over the positions seen (half of the square)",
             "bytes": "weights once for the prompt and once for each further token; keys and values seen by each",
         },
     )
