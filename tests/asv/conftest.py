@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,6 +118,34 @@ class Made:
         )
         assert (done.returncode == 0) is fine, f"{words} ended with {done.returncode}:\n{done.stdout[-6000:]}"
         return done.stdout
+
+
+@pytest.fixture(name="asv")
+def _asv() -> Callable[..., Any]:
+    return asv
+
+
+def asv(code: str, home: Path, **more: str) -> Any:
+    """What the code prints as JSON, with asv's plugin loaded in the way of asv."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PAIRBENCH_", "ASV_", "PYTHON"))}
+    load = """
+import json, os, sys
+from asv.config import Config
+from asv.plugin_manager import plugin_manager
+conf = Config.load("asv.conf.json")
+for plugin in conf.plugins:
+    plugin_manager.import_plugin(plugin)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", load + code],
+        cwd=ROOT,
+        env={**kept, "HOME": str(home), "PAIRBENCH_TIER": "smoke", **more},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(name="git")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,7 @@ asv_rules = pytest.importorskip("harness.asv_rules")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def asv(code: str, home: Path, **more: str) -> Any:
-    """What the code prints as JSON, with asv's plugin loaded in the way of asv."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PAIRBENCH_", "ASV_", "PYTHON"))}
-    load = """
-import json, os, sys
-from asv.config import Config
-from asv.plugin_manager import plugin_manager
-conf = Config.load("asv.conf.json")
-for plugin in conf.plugins:
-    plugin_manager.import_plugin(plugin)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", load + code],
-        cwd=ROOT,
-        env={**kept, "HOME": str(home), "PAIRBENCH_TIER": "smoke", **more},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_the_machine_is_named_after_its_type_and_nobody_is_asked(tmp_path: Path) -> None:
+def test_the_machine_is_named_after_its_type_and_nobody_is_asked(tmp_path: Path, asv: Any) -> None:
     code = """
 from asv.machine import Machine
 from harness.provenance import provenance
@@ -56,7 +32,7 @@ print(json.dumps([own.machine == again.machine == provenance("cpu")["gpu"], othe
     assert set(json.loads((tmp_path / ".asv-machine.json").read_text())) >= {"h200"}
 
 
-def test_environments_are_named_after_python_and_tier_and_never_after_a_path(tmp_path: Path) -> None:
+def test_environments_are_named_after_python_and_tier_and_never_after_a_path(tmp_path: Path, asv: Any) -> None:
     code = """
 from asv.environment import get_environments
 own = [(e.name, e.python) for e in get_environments(conf, [])]
@@ -69,7 +45,7 @@ print(json.dumps([own, existing]))
     assert existing == [[f"existing-py{here}-full", here]] * 2
 
 
-def test_another_python_is_not_available_since_the_packages_are_this_ones(tmp_path: Path) -> None:
+def test_another_python_is_not_available_since_the_packages_are_this_ones(tmp_path: Path, asv: Any) -> None:
     code = """
 from asv.environment import EnvironmentUnavailable
 from harness.asv_environment import LendingVirtualenv
@@ -81,21 +57,28 @@ except EnvironmentUnavailable as err:
     assert "3.99" in asv(code, tmp_path)
 
 
-def test_lent_folders_are_this_pythons_and_those_on_pythonpath_but_no_checkout(tmp_path: Path) -> None:
+def test_lent_folders_are_this_pythons_and_those_on_pythonpath_but_no_checkout(tmp_path: Path, asv: Any) -> None:
     extra, checkout = tmp_path / "site", tmp_path / "checkout"
     extra.mkdir()
     (checkout / "harness").mkdir(parents=True)
     (checkout / "harness" / "record.py").touch()
+    installed = tmp_path / "installed"  # this project among the packages, as pip puts it
+    (installed / "harness").mkdir(parents=True)
+    (installed / "harness" / "record.py").touch()
+    (installed / "pairbench-0.1.0.dist-info").mkdir()
+    (installed / "pairbench-0.1.0.dist-info" / "METADATA").write_text("Name: pairbench\nVersion: 0.1.0\n")
     code = "from harness.asv_environment import lent_folders\nprint(json.dumps(lent_folders()))"
-    path = os.pathsep.join([str(extra), str(checkout), str(tmp_path / "missing")])
+    path = os.pathsep.join([str(extra), str(checkout), str(installed), str(tmp_path / "missing")])
     folders = asv(code, tmp_path, PYTHONPATH=path)
-    assert folders[0] == str(extra)
+    assert folders[:2] == [str(extra), str(installed)]
     assert any(Path(f, "asv").is_dir() for f in folders)
     assert str(checkout) not in folders
     assert len(set(folders)) == len(folders)
 
 
-def test_a_quick_run_is_kept_apart_and_one_that_saves_nothing_leaves_the_history_alone(tmp_path: Path) -> None:
+def test_a_quick_run_is_kept_apart_and_one_that_saves_nothing_leaves_the_history_alone(
+    tmp_path: Path, asv: Any
+) -> None:
     code = """
 from types import SimpleNamespace
 from harness import asv_rules
@@ -105,17 +88,20 @@ def told(**args):
     asv_rules._before_measuring(own, SimpleNamespace(env_spec=[], **args))
     return [own.results_dir, os.environ.get("PAIRBENCH_ASV_MODE")]
 asv_rules._uncommitted = lambda suites: ""
-clean = [told(quick=True), told(quick=False, dry_run=True), told(skip_save=True), told(quick=False)]
+def all():
+    return [told(quick=True), told(quick=False, dry_run=True), told(skip_save=True), told(quick=False)]
+clean = all()
 asv_rules._uncommitted = lambda suites: "not committed: suites/fusion/rope.py"
-print(json.dumps([clean, [told(quick=True), told(quick=False)]]))
+print(json.dumps([clean, all()]))
 """
     kept = "results/asv"
     clean, uncommitted = asv(code, tmp_path)
     assert clean == [[".asv/quick", "quick"], [kept, "dry"], [kept, "dry"], [kept, None]]
-    assert uncommitted == [[".asv/quick", "quick"], [".asv/dirty", None]]
+    apart = ".asv/dirty"
+    assert uncommitted == [[".asv/quick", "quick"], [apart, "dry"], [apart, "dry"], [apart, None]]
 
 
-def test_new_is_what_came_after_the_results_of_this_machine_kept_or_apart(tmp_path: Path) -> None:
+def test_new_is_what_came_after_the_results_of_this_machine_kept_or_apart(tmp_path: Path, asv: Any) -> None:
     code = """
 from types import SimpleNamespace
 import asv.commands.run
@@ -191,12 +177,13 @@ class Bare:
         return str(util.check_output([sys.executable, "-S", *args], display_error=False, **kwargs))
 
 
-def test_numbers_are_read_from_the_cache_and_only_what_is_missing_there_is_run(tmp_path: Path) -> None:
+def test_numbers_are_read_from_the_cache_and_only_what_is_missing_there_is_run(tmp_path: Path, asv: Any) -> None:
     code = """
 import asv.runner
 from asv.runner import run_benchmark
 def forked(benchmark, spawner, param_idx, profile, extra_params, cwd):
-    value, said = [None, {"a": 1}, float("inf"), float("nan"), 5.0][param_idx], "fault" if param_idx == 0 else ""
+    value = [None, {"a": 1}, float("inf"), float("nan"), 5.0, 10**400][param_idx]
+    said = "fault" if param_idx == 0 else ""
     return asv.runner.BenchmarkResult([value], [None], [None], 1 - bool(param_idx), said, None)
 asv.runner._run_benchmark_single_param = forked
 from harness import asv_rules
@@ -208,65 +195,82 @@ def told(metric, places, **more):
     benchmark = {"name": "f.t.T." + metric, "params": [["'w'"], places]}
     found = run_benchmark(benchmark, None, **{"profile": False, "cwd": cache, **more})
     return [[v if v == v else "n/a" for v in found.result], found.stderr, found.errcode]
-short, places = ["'x'", "'y'", "'z'"], ["'x'", "'y'", "'z'", "'u'", "'v'"]
+short, places = ["'x'", "'y'", "'z'"], ["'x'", "'y'", "'z'", "'u'", "'v'", "'t'"]
 print(json.dumps([told("track_a", short), told("track_b", places), told("track_a", short, profile=True)]))
 """
     written, run, profiled = asv(code, tmp_path)
     assert written == [[None, 0.5, "n/a"], "fault\n\nFor parameters: 'w', 'z'\nn/a: busy", 1]
-    assert run[0] == [None, "n/a", "n/a", "n/a", 5.0]
+    assert run[0] == [None, "n/a", "n/a", "n/a", 5.0, "n/a"]
+    assert len(run[1]) < 500
     assert "n/a: {'a': 1} is no finite number" in run[1]
     assert "n/a: inf is no finite number" in run[1]
     assert profiled[0] == [None, "n/a", "n/a"]
 
 
-def test_a_number_stays_when_its_workload_or_variant_is_no_more(tmp_path: Path) -> None:
+def test_a_timed_benchmark_is_judged_by_its_samples(tmp_path: Path, asv: Any) -> None:
     code = """
-from asv.results import Results
 from asv.runner import BenchmarkResult
-results = Results({"machine": "m"}, {}, "c" * 40, 0, "3", "e", {})
-def add(axes, values, selected=None):
-    none = [None] * len(values)
-    benchmark = {"name": "b", "version": "1", "params": axes}
-    results.add_result(benchmark, BenchmarkResult(values, none, none, 0, "", None), selected_idx=selected)
-add([["w@1"], ["x", "y"]], [1.0, 2.0])
-add([["w@2"], ["x", "z"]], [3.0, float("nan")])
-add([["w@2"], ["x", "z"]], [float("nan"), 4.0], selected=[1])
-results.save(os.environ["HOME"])
-kept = Results.load(os.path.join(os.environ["HOME"], results._filename))
-axes = kept.get_result_params("b")
-print(json.dumps([axes, [v if v == v else None for v in kept.get_result_value("b", axes)]]))
+from harness.asv_rules import _only_numbers
+def told(value, samples):
+    return _only_numbers(BenchmarkResult([value], [samples], [1], 0, "", None)).result[0]
+print(json.dumps([str(told(*given)) for given in ((True, [0.1, 0.2]), (True, [0.1, float("inf")]), (True, None))]))
 """
-    axes, values = asv(code, tmp_path)
-    assert axes == [["w@2", "w@1"], ["x", "z", "y"]]
-    assert values == [3.0, 4.0, None, 1.0, None, 2.0]
+    assert asv(code, tmp_path) == ["True", "nan", "nan"]
 
 
-def test_not_available_never_takes_the_place_of_a_number(tmp_path: Path) -> None:
+def test_a_number_of_a_busy_machine_is_marked_on_its_way(tmp_path: Path, asv: Any) -> None:
     code = """
-from asv.results import Results
-from asv.runner import BenchmarkResult
-benchmark = {"name": "b", "version": "1", "params": [["x", "y", "z"]]}
-results = Results({"machine": "m"}, {}, "c" * 40, 0, "3", "e", {})
-def add(values, version="1"):
-    none = [None] * 3
-    results.add_result({**benchmark, "version": version}, BenchmarkResult(values, none, none, 0, "", None))
-    return results.get_result_value("b", benchmark["params"])
-nan = float("nan")
-add([1.0, 2.0, None])
-print(json.dumps([add([nan, 3.0, nan]), add([None, nan, 4.0]), add([nan, nan, nan], "2")]))
+import asv.runner
+from harness import asv_rules
+with open(os.path.join(os.environ["HOME"], os.environ[asv_rules.NUMBERS]), "w") as file:
+    json.dump({"track_a": [{"value": 0.5}, {"value": 0.5, "settled": False}]}, file)
+benchmark = {"name": "f.t.T.track_a", "params": [["'x'", "'y'"]]}
+found = asv.runner.run_benchmark(benchmark, None, profile=False, cwd=os.environ["HOME"])
+print(json.dumps([[type(v).__name__, v] for v in found.result]))
 """
-    first, second, other = asv(code, tmp_path)
-    assert first[:2] == [1.0, 3.0]
-    assert second == [None, 3.0, 4.0]  # a fault is told, whatever was there
-    assert all(v != v for v in other)  # another version is another series
+    assert asv(code, tmp_path) == [["float", 0.5], ["Unsettled", 0.5]]
 
 
-def test_the_store_is_found_from_the_folder_where_asv_was_called(tmp_path: Path) -> None:
+def test_a_command_that_is_told_to_end_ends_as_with_ctrl_c(tmp_path: Path, asv: Any) -> None:
+    code = """
+import os, signal
+from types import SimpleNamespace
+from harness import asv_rules
+asv_rules._before_measuring(conf, SimpleNamespace(env_spec=[], quick=True))
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+except KeyboardInterrupt:
+    print(json.dumps("ended"))
+"""
+    assert asv(code, tmp_path) == "ended"
+
+
+def test_an_environment_that_lends_what_another_python_had_is_made_anew(tmp_path: Path, asv: Any) -> None:
+    code = """
+from pathlib import Path
+from asv.environment import Environment
+from harness.asv_environment import LENT, LendingVirtualenv
+conf.env_dir = os.environ["HOME"]
+environment = LendingVirtualenv(conf, "%d.%d" % sys.version_info[:2], {}, {})
+Environment.check_presence = lambda self: True
+found = [environment.check_presence()]
+lent = Path(environment._path, "lib", "python3", "site-packages", LENT)
+lent.parent.mkdir(parents=True)
+for text in (environment._lends(), "/gone" + chr(10), environment._lends().replace("# for", "# for another")):
+    lent.write_text(text)
+    found.append(environment.check_presence())
+print(json.dumps(found))
+"""
+    assert asv(code, tmp_path) == [False, True, False, False]
+
+
+def test_the_store_is_found_from_the_folder_where_asv_was_called(tmp_path: Path, asv: Any) -> None:
     code = """print(json.dumps(os.environ["PAIRBENCH_STORE"]))"""
     assert asv(code, tmp_path, PAIRBENCH_STORE="results/history") == str(ROOT / "results" / "history")
     assert asv(code, tmp_path, PAIRBENCH_STORE="s3://bucket/history") == "s3://bucket/history"
 
 
-def test_readings_are_carried_in_a_file_that_goes_with_the_command(tmp_path: Path) -> None:
+def test_readings_are_carried_in_a_file_that_goes_with_the_command(tmp_path: Path, asv: Any) -> None:
     path = Path(asv("""print(json.dumps(os.environ["PAIRBENCH_ASV_STATE"]))""", tmp_path))
     assert not path.exists()

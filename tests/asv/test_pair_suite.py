@@ -209,7 +209,9 @@ def test_names_and_units_of_what_is_inverted_say_so(made: Any) -> None:
             assert ("inverse" in method.unit) == ("inverse" in name)
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, "fast", {"a": 1}, None, True, [1.0]])
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, "fast", {"a": 1}, None, True, [1.0], pytest.param(10**400, id="huge")]
+)
 def test_nothing_but_a_finite_number_reaches_asv(made: Any, value: Any) -> None:
     figures = {**FIGURES, "small/optimized/latency": value, "small/optimized/mfu": value}
     with pytest.raises(skip):
@@ -247,6 +249,13 @@ def test_unsettled_numbers_are_given_only_to_who_asks_for_them(made: Any, monkey
     monkeypatch.setitem(os.environ, "PAIRBENCH_ASV_UNSETTLED", "1")
     figures = {**FIGURES, "small/optimized/status": "unsettled: busy"}
     assert made()().track_latency(figures, "small@1", "optimized") == 0.25
+
+
+def test_numbers_of_a_busy_machine_are_written_down_as_such(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "PAIRBENCH_ASV_UNSETTLED", "1")
+    told = made()()._numbers({**FIGURES, "small/optimized/status": "unsettled: busy"})
+    assert told["track_latency"][:2] == [{"value": 0.5}, {"value": 0.25, "settled": False}]
+    assert told["track_inverse_mfu"][0] == {"output": f"n/a: {FIGURES['small/baseline/mfu']}\n"}
 
 
 def test_a_variant_or_workload_that_the_commit_lacks_is_not_available(made: Any) -> None:

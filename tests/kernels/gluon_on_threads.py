@@ -226,6 +226,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.data, self.offset + more)
 
+    def unsqueeze(self, axis: int) -> Pointer:
+        return Pointer(self.data, self.offset.unsqueeze(axis))
+
 
 def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     mask = mask.expand_as(value)

@@ -253,9 +253,9 @@ def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> 
         for causal in (False, True)
     }
     assert chosen == {
-        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass",
-        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass",
-        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass",
+        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass ahead",
+        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass ahead",
+        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass ahead",
         (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass",
     }, "the record says which kernels run"
     elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
