@@ -48,7 +48,18 @@ class LendingVirtualenv(Virtualenv):  # type: ignore[misc]
         env = {**os.environ, **self.build_env_vars}
         util.check_call([sys.executable, "-m", "virtualenv", *seed, "-p", self._executable, self._path], env=env)
         packages = self.run_executable("python", ["-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"])
-        Path(packages.strip(), LENT).write_text("".join(f"{folder}\n" for folder in lent_folders()))
+        Path(packages.strip(), LENT).write_text(self._lends(), encoding="utf-8")
+
+    def check_presence(self) -> bool:
+        """Whether it is there and lends what this Python has now; asv makes it anew when not."""
+        return bool(super().check_presence()) and any(
+            lent.read_text(encoding="utf-8") == self._lends()
+            for lent in Path(self._path).glob(f"lib*/python*/site-packages/{LENT}")
+        )
+
+    def _lends(self) -> str:
+        lines = [f"# for {Path(self._executable).resolve()}", *lent_folders()]
+        return "".join(f"{line}\n" for line in lines)
 
 
 def tier() -> str:
@@ -57,8 +68,15 @@ def tier() -> str:
 
 
 def lent_folders() -> list[str]:
-    """The package folders of this Python, those on PYTHONPATH included; none that holds a checkout of this project."""
+    """The package folders of this Python, those on PYTHONPATH included; none that is a checkout of this project.
+
+    Where this project is installed among the packages, those of a commit's own wheel come first.
+    """
     named = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     own = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
     folders = [str(Path(p).resolve()) for p in [*named, *own] if Path(p).is_dir()]
-    return list(dict.fromkeys(f for f in folders if not Path(f, "harness", "record.py").exists()))
+    return list(dict.fromkeys(folder for folder in folders if not _is_checkout(Path(folder))))
+
+
+def _is_checkout(folder: Path) -> bool:
+    return Path(folder, "harness", "record.py").exists() and not any(folder.glob("pairbench-*.dist-info"))

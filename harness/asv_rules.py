@@ -6,11 +6,11 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 * a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
 * suites that no commit holds do so as well, under .asv/dirty;
 * with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
-* n/a never takes the place of a number that the same commit has already, and a number of a workload or variant that
-  is not measured now stays;
+* what is kept of results is what :mod:`harness.asv_results` says;
 * numbers that a set-up cache has written down are read from there, not by a process for each, and nothing but finite
   numbers is taken from any benchmark;
-* results of existing environments hold no path of this machine, and what is on PYTHONPATH is found there too.
+* results of existing environments hold no path of this machine, and what is on PYTHONPATH is found there too;
+* a command that is told to end (SIGTERM) ends what it started, as with Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import platform
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,11 +40,11 @@ from asv.console import log
 from asv.environment import ExistingEnvironment, get_environments
 from asv.machine import Machine, MachineCollection
 from asv.repo import get_repo
-from asv.results import Results
 
 from harness.asv_api import MODE
 from harness.asv_environment import tier
 from harness.asv_machine import STATE
+from harness.asv_results import Unsettled, in_gib, is_nan, keep_results
 from harness.commands.options import device
 from harness.gitfacts import GitUnavailable, changed_paths, find_repository
 from harness.provenance import provenance
@@ -77,7 +78,7 @@ def setup() -> None:
         _wrap(command, _before_measuring)
     for command in (Compare, Show):
         _wrap(command, lambda conf, args: _prefer_machine(gpu, conf, args))
-    _keep_numbers()
+    keep_results()
     _read_numbers()
     _name_existing()
 
@@ -93,18 +94,19 @@ def _wrap(command: Any, before: Callable[[Any, Any], None]) -> None:
 
 
 def _before_measuring(conf: Any, args: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     existing = [e for e in get_environments(conf, args.env_spec, verbose=False) if isinstance(e, ExistingEnvironment)]
     if existing and os.environ.get("PYTHONPATH"):
         os.environ.setdefault("ASV_PYTHONPATH", os.environ["PYTHONPATH"])  # asv takes PYTHONPATH away from benchmarks
     if existing and getattr(args, "set_commit_hash", None):
         _refuse_other_code(conf, args, existing)
     kept = conf.results_dir
+    if getattr(args, "dry_run", False) or getattr(args, "skip_save", False):
+        os.environ[MODE] = "dry"
     if getattr(args, "quick", False):
         os.environ[MODE] = "quick"
         conf.results_dir = str(Path(conf.env_dir).parent / "quick")
         log.info(f"A quick run: results in {conf.results_dir}, nothing in the history")
-    elif getattr(args, "dry_run", False) or getattr(args, "skip_save", False):
-        os.environ[MODE] = "dry"
     elif why := _uncommitted(Path(conf.benchmark_dir).resolve()):
         conf.results_dir = str(Path(conf.env_dir).parent / "dirty")
         log.warning(f"{why}: results in {conf.results_dir}, so that those of committed suites stay as they are")
@@ -190,10 +192,12 @@ def _name_the_machine(gpu: str) -> None:
         try:
             MachineCollection.load(name, _path=path)
         except util.UserError:
-            # Each of these is a parameter of a series to asv: a kernel's release would end all of them.
+            # Each of these may be a parameter of a series to asv: a kernel's release would end all of them.
             facts = {**Machine.get_defaults(), "machine": name, "os": platform.system()}
             MachineCollection.save(name, facts, _path=path)
-        return original(cls, *args, **{**kwargs, "machine_name": name})
+        found = original(cls, *args, **{**kwargs, "machine_name": name})
+        found.ram = in_gib(str(found.ram))
+        return found
 
     Machine.load = classmethod(load)
 
@@ -201,39 +205,6 @@ def _name_the_machine(gpu: str) -> None:
 def _prefer_machine(gpu: str, conf: Any, args: Any) -> None:
     if args.machine is None and Path(conf.results_dir, gpu, "machine.json").exists():
         args.machine = gpu
-
-
-def _keep_numbers() -> None:
-    original = Results.add_result
-
-    def add_result(self: Any, benchmark: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-        name, params = benchmark["name"], benchmark["params"]
-        if name in self.get_all_result_keys() and self.benchmark_version.get(name) == benchmark["version"]:
-            axes = self.get_result_params(name)
-            before = dict(zip(itertools.product(*axes), self.get_result_value(name, axes), strict=True))
-            kept = [
-                before[at] if _is_nan(new) and before.get(at) is not None else new
-                for at, new in zip(itertools.product(*params), result.result, strict=True)
-            ]
-            original(self, benchmark, result._replace(result=kept), *args, **kwargs)
-            _add_back(self, name, before)
-        else:
-            original(self, benchmark, result, *args, **kwargs)
-
-    Results.add_result = add_result
-
-
-def _add_back(results: Any, name: str, before: dict[tuple[str, ...], Any]) -> None:
-    """Adds numbers of workloads and variants that the benchmark has no more; it only ever has track_ methods."""
-    axes = results.get_result_params(name)
-    now = dict(zip(itertools.product(*axes), results.get_result_value(name, axes), strict=True))
-    gone = [at for at, v in before.items() if at not in now and len(at) == len(axes) and v is not None and v == v]
-    if not gone:
-        return
-    wider = [list(dict.fromkeys([*axis, *(at[i] for at in gone)])) for i, axis in enumerate(axes)]
-    now.update({at: before[at] for at in gone})
-    results._results[name] = [now.get(at, math.nan) for at in itertools.product(*wider)]
-    results._benchmark_params[name] = wider
 
 
 def _read_numbers() -> None:
@@ -251,18 +222,27 @@ def _read_numbers() -> None:
             return _only_numbers(original(benchmark, spawner, param_idx, profile, extra_params, cwd))
         place = list(itertools.product(*benchmark["params"]))[param_idx]
         said = f"For parameters: {', '.join(place)}\n{told['output']}".strip() if told.get("output") else ""
-        return asv.runner.BenchmarkResult([told.get("value", math.nan)], [None], [None], 0, said, None)
+        value = (float if told.get("settled", True) else Unsettled)(told.get("value", math.nan))
+        return asv.runner.BenchmarkResult([value], [None], [None], 0, said, None)
 
     asv.runner._run_benchmark_single_param = single
 
 
 def _only_numbers(result: Any) -> Any:
     """What asv would store and break on later (inf, text, mappings) is n/a, with the reason; a fault stays one."""
-    (value,) = result.result
-    if value is None or _is_nan(value) or (type(value) in (int, float) and math.isfinite(value)):
+    (value,), (samples,) = result.result, result.samples
+    # A timed benchmark has samples, and asv puts True in the place of the number that it will make of them.
+    if value is None or is_nan(value) or all(map(_is_finite, [value] if samples is None else samples)):
         return result
-    said = f"{result.stderr}\nn/a: {value!r} is no finite number, which asv cannot hold".strip()
+    said = f"{result.stderr}\nn/a: {value!r:.200} is no finite number, which asv cannot hold".strip()
     return result._replace(result=[math.nan], samples=[None], number=[None], stderr=said)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond what a float holds
+        return False
 
 
 def _written(cache: str, name: str, index: int) -> dict[str, Any] | None:
@@ -274,7 +254,3 @@ def _written(cache: str, name: str, index: int) -> dict[str, Any] | None:
 @functools.lru_cache(maxsize=1)
 def _numbers(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and value != value

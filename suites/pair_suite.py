@@ -142,7 +142,13 @@ class PairSuite(abc.ABC):
         """By metric, in the order of the parameters: a number, n/a with what it printed, or None for a fault."""
         metrics = [name for name in dir(self) if name.startswith("track_")]
         places = list(itertools.product(*self.params))
-        return {name: [_told(getattr(self, name), figures, *place) for place in places] for name in metrics}
+        told = {name: [_told(getattr(self, name), figures, *place) for place in places] for name in metrics}
+        for place, *entries in zip(places, *told.values(), strict=True):
+            if status(figures, *place).startswith("unsettled"):
+                for entry in entries:
+                    if entry and "value" in entry:
+                        entry["settled"] = False  # it shall not replace one that is
+        return told
 
     def _measure(self) -> Figures:
         if not self.workloads:
@@ -205,6 +211,12 @@ def _told(metric: Callable[..., float], *arguments: Any) -> dict[str, Any] | Non
     return {"value": value} if type(value) is float and math.isfinite(value) else None
 
 
+def status(figures: Figures, workload: str, variant: str) -> str:
+    """The state of a place, with its reason behind a colon."""
+    place = f"{workload.partition('@')[0]}/{variant}"
+    return str(figures.get(f"{place}/status", "skipped: this commit has no such workload or variant"))
+
+
 def number(figures: Figures, workload: str, variant: str, metric: str) -> float:
     """A figure that asv may have: a finite number of a measurement that counts.
 
@@ -214,19 +226,22 @@ def number(figures: Figures, workload: str, variant: str, metric: str) -> float:
     """
     if "problem" in figures:
         not_available(str(figures["problem"]))
-    place = f"{workload.partition('@')[0]}/{variant}"
-    status = str(figures.get(f"{place}/status", "skipped: this commit has no such workload or variant"))
-    state = status.partition(":")[0]
+    place, said = f"{workload.partition('@')[0]}/{variant}", status(figures, workload, variant)
+    state = said.partition(":")[0]
     if state in FAULTS or (state == "oom" and variant != "baseline"):
-        raise RuntimeError(f"{place}: {status}")
+        raise RuntimeError(f"{place}: {said}")
     if state != "passed" and not (state == "unsettled" and os.environ.get("PAIRBENCH_ASV_UNSETTLED")):
-        not_available(status)
+        not_available(said)
     value = figures.get(f"{place}/{metric}", f"{metric} was not measured")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         not_available(str(value))
-    if not math.isfinite(value):
-        not_available(f"{metric} is {value}, which asv cannot hold")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        not_available(f"{metric} is {found}, which asv cannot hold")
+    return found
 
 
 def inverse(figures: Figures, workload: str, variant: str, metric: str) -> float:
