@@ -22,7 +22,7 @@ from harness.plan import Item
 from harness.record import METHOD, SCHEMA, metric, utc_now
 from harness.serving.metrics import Slo, summarize
 from harness.serving.timeline import FINISHED, TimelineError
-from harness.workload import Workload
+from harness.workload import Workload, split_name
 
 #: Above this relative half width a median is a guess: the record says so instead of giving it.
 LOOSE = 0.25
@@ -126,10 +126,9 @@ def reproduce(technique: Technique, workload: Workload) -> str:
 
     Files are given by their names: where they lie is the business of whoever runs the command.
     """
-    name, _, changed = workload.name.partition("[")
+    name, changed = split_name(workload.name)
     files = ("model", "trace")
-    pairs = [pair.partition("=") for pair in changed.rstrip("]").split(",") if pair]
-    settings = [f"--set {key}={value}" for key, _, value in pairs if key not in files]
+    settings = [f"--set {key}={value}" for key, value in changed.items() if key not in files]
     settings += [f"--{key} {workload.dims[key]}" for key in files if key in workload.digests]
     return " ".join(["pairbench run", technique.name, f"--workload {name}", *settings])
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,16 +73,27 @@ class Workload:
 
     def replace(self, **dims: Dim) -> Workload:
         """The same workload with some dimensions (or ``dtype``) set anew; its name says which."""
-        changed = ",".join(f"{k}={v}" for k, v in dims.items())
+        base, before = split_name(self.name)
+        changed = ",".join(f"{k}={v}" for k, v in {**before, **dims}.items())
         dtype = str(dims.pop("dtype", self.dtype))
         return Workload(
             technique=self.technique,
-            name=f"{self.name}[{changed}]" if changed else self.name,
+            name=f"{base}[{changed}]" if changed else base,
             tier=self.tier,
             dtype=dtype,
             dims={**self.dims, **dims},
             digests=self.digests,
         )
+
+
+def split_name(name: str) -> tuple[str, dict[str, str]]:
+    """The name that a suite gives and what a user set anew: ``rows16k[width=8,rows=4]``.
+
+    Brackets one behind the other, of names made before they were joined, are read as one.
+    """
+    base, _, changed = name.partition("[")
+    pairs = re.split(r"(?:,|\]\[)(?=\w+=)", changed.removesuffix("]"))
+    return base, {key: value for key, sign, value in (pair.partition("=") for pair in pairs) if sign}
 
 
 def parse_workload(technique: str, raw: Mapping[str, Any], where: str) -> Workload:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from harness.history.engine import History
+from harness.workload import split_name
 
 
 def device_of(history: History, technique: str, gpu: str) -> str | None:
@@ -27,10 +28,10 @@ def run_command(
         workload: as recorded, with changed dimensions in brackets (``rows16k[width=8]``).
         variants: which to measure, the baseline always among them; none given: all that the pair has.
     """
-    name, _, changed = workload.partition("[")
+    name, changed = split_name(workload)
     command = [sys.executable, "-m", "harness", "run", technique, "--workload", name]
-    for pair in filter(None, changed.rstrip("]").split(",")):
-        command += ["--set", pair]
+    for key, value in changed.items():
+        command += ["--set", f"{key}={value}"]
     chosen = list(variants)
     for variant in dict.fromkeys(["baseline", *chosen] if chosen else []):
         command += ["--variant", variant]

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from harness.assemble import reproduce
 from harness.errors import UsageError
-from harness.workload import apply_settings, parse_workload, parse_workloads
+from harness.plan import Request, make_plan
+from harness.regress.rerun import run_command
+from harness.workload import apply_settings, parse_workload, parse_workloads, split_name
 
 RAW: dict[str, Any] = {"name": "a", "tier": "smoke", "dtype": "float32", "rows": 4, "eps": 0.5, "causal": True}
 
@@ -86,3 +89,19 @@ def test_a_digest_replaces_the_name_of_a_file_in_the_id() -> None:
     there = replace(_w(model="renamed.gguf"), digests={"model": "abc"})
     other = replace(_w(model="mine.gguf"), digests={"model": "def"})
     assert here.workload_id == there.workload_id != other.workload_id
+
+
+def test_the_command_of_a_point_of_a_sweep_sets_what_was_set_and_the_rate() -> None:
+    (item,) = make_plan(Request(["paged_kv"], workloads=["tiny"], settings={"slots": "4"}, rates=[2.0]))
+    (point,) = item.workloads
+    wanted = "pairbench run paged_kv --workload tiny --set slots=4 --set request_rate=2.0"
+    assert reproduce(item.technique, point) == wanted
+    assert run_command("paged_kv", point.name)[3:] == wanted.split()[1:]
+
+
+def test_what_was_set_in_steps_is_named_in_one_bracket_and_read_back() -> None:
+    changed = apply_settings(_w(), {"rows": "5", "eps": "1e-3"}).replace(rows=8, causal=False)
+    assert changed.name == f"{_w().name}[rows=8,eps=0.001,causal=False]"
+    assert split_name(changed.name) == (_w().name, {"rows": "8", "eps": "0.001", "causal": "False"})
+    assert split_name("w[trace=a,b.csv][request_rate=2.0]") == ("w", {"trace": "a,b.csv", "request_rate": "2.0"})
+    assert split_name("w") == ("w", {})
