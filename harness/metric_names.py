@@ -95,7 +95,7 @@ METRICS: dict[str, Metric] = {
     "cache_hit_rate": Metric("1", "higher", "Cache hit rate", "Prompt tokens found in the cache over prompt tokens."),
     "acceptance_length": Metric("tokens", "higher", "Acceptance length", "Tokens emitted per verification step."),
     "cost_per_mtok": Metric("1/Mtok", "lower", "Cost per million tokens", "Price of the GPU hours over output tokens."),
-    "preemptions": Metric("1", "lower", "Preemptions", "Requests preempted, over requests."),
+    "preemptions": Metric("1", "lower", "Preemptions", "Times that a request gave its blocks up, over requests."),
     "cache_waste": Metric("1", "lower", "Cache wasted", "Reserved cache slots that never held a token, over reserved."),
     "running_requests": Metric("requests", "higher", "Requests running", "Mean number of requests running at once."),
 }

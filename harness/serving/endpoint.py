@@ -183,6 +183,7 @@ def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], fl
     times = token_times(heard.arrivals, count)
     if status == "finished" and not times:
         status, reason = "failed", "the answer has no token"
+    prompt = heard.prompt or len(request.prompt.split()) if isinstance(request.prompt, str) else len(request.prompt)
     return {
         "arrival": request.arrival,
         "sent": sent,
@@ -190,19 +191,22 @@ def _ask(endpoint: Endpoint, model: str, request: Outgoing, now: Callable[[], fl
         "finish": max(now(), request.arrival),
         "status": status,
         "reason": reason,
-        "prompt_tokens": heard.prompt or len(request.prompt.split())
-        if isinstance(request.prompt, str)
-        else len(request.prompt),
+        "prompt_tokens": prompt,
+        **({"cached_tokens": heard.cached} if heard.cached is not None and heard.cached <= prompt else {}),
     }
 
 
 @dataclass
 class Heard:
-    """What came on a stream: (time, characters) of every message with text, and the server's own counts of tokens."""
+    """What came on a stream: (time, characters) of every message with text, and the server's own counts of tokens.
+
+    ``cached``: prompt tokens that its prefix cache had, of servers that say so.
+    """
 
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     count: int | None = None
     prompt: int = 0
+    cached: int | None = None
 
     def take(self, data: str, at: float) -> None:
         """One message.
@@ -223,6 +227,9 @@ class Heard:
             answer, prompt = (_count(usage.get(f"{part}_tokens")) for part in ("completion", "prompt"))
             self.count = self.count if answer is None else answer
             self.prompt = prompt or self.prompt
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, Mapping):
+                self.cached = _count(details.get("cached_tokens"))
         choices = message.get("choices") or ()
         if not isinstance(choices, Sequence) or not all(isinstance(choice, Mapping) for choice in choices):
             raise StreamError(f"a message's choices are not a list of objects: {data[:60]}")

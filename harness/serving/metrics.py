@@ -117,6 +117,8 @@ def summarize(
     _shares(run, metrics, missing)
     serve["slo"] = slo.as_dict() if slo is not None else {}
     serve["span"] = run.span
+    serve["offered_rate"] = middle_rate([r.arrival for r in run.requests])
+    serve["finished_rate"] = middle_rate([r.token_times[-1] for r in run.requests if r.e2e is not None])
     serve["cache_use"] = thin(run.cache_use)
     serve["running"] = thin(run.running)
     serve["requests"] = _counts(run)
@@ -161,6 +163,19 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def quantile_grid(ordered: Sequence[float]) -> list[list[float]]:
     """``[quantile, value]`` pairs on :data:`GRID`; empty without values."""
     return [[q, quantile(ordered, q)] for q in GRID] if ordered else []
+
+
+def middle_rate(times: Sequence[float]) -> float | None:
+    """Events a second over the middle four fifths of them; None from fewer than three, or all at once.
+
+    A run ends when its last answer does, some time after its last arrival, so that over the whole span a server
+    always finishes less than it is sent, the more so the shorter the run. The middle of both can be compared.
+    """
+    ordered = sorted(times)
+    if len(ordered) < 3:
+        return None
+    seconds = quantile(ordered, 0.9) - quantile(ordered, 0.1)
+    return 0.8 * (len(ordered) - 1) / seconds if seconds > 0 else None
 
 
 def time_mean(curve: Sequence[tuple[float, float]], end: float) -> float | None:
@@ -217,15 +232,22 @@ def _shares(run: Timeline, metrics: dict[str, dict[str, Any]], missing: dict[str
     if total:
         lost = sum(r.status in (FAILED, REFUSED) for r in run.requests)
         metrics["failed_requests"] = metric("failed_requests", lost / total)
-        metrics["preemptions"] = metric("preemptions", sum(r.preemptions for r in run.requests) / total)
+        preempted = _sum_of([r.preemptions for r in run.requests])
+        if preempted is not None:
+            metrics["preemptions"] = metric("preemptions", preempted / total)
+        else:
+            missing["preemptions"] = "the server does not say who was preempted"
     else:
         missing["failed_requests"] = missing["preemptions"] = "the run had no requests"
     served = [r for r in run.requests if r.status in (FINISHED, CANCELLED)]
     prompts = sum(r.prompt_tokens for r in served)
-    if prompts:
-        metrics["cache_hit_rate"] = metric("cache_hit_rate", sum(r.cached_tokens for r in served) / prompts)
-    else:
+    cached = _sum_of([r.cached_tokens for r in served])
+    if not prompts:
         missing["cache_hit_rate"] = "no prompt token was served"
+    elif cached is None:
+        missing["cache_hit_rate"] = "the server does not say what of a prompt was in its cache"
+    else:
+        metrics["cache_hit_rate"] = metric("cache_hit_rate", cached / prompts)
     if run.slots is not None and run.slots[0] > 0:
         reserved, held = run.slots
         metrics["cache_waste"] = metric("cache_waste", (reserved - held) / reserved)
@@ -236,6 +258,12 @@ def _shares(run: Timeline, metrics: dict[str, dict[str, Any]], missing: dict[str
         metrics["running_requests"] = metric("running_requests", mean)
     else:
         missing["running_requests"] = "the engine does not say how many ran"
+
+
+def _sum_of(values: Sequence[int | None]) -> int | None:
+    """The sum; None where one of them is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
 
 
 def _counts(run: Timeline) -> dict[str, Any]:
@@ -250,5 +278,5 @@ def _counts(run: Timeline) -> dict[str, Any]:
         "reasons": dict(reasons.most_common(20)),
         "prompt_tokens": sum(r.prompt_tokens for r in run.requests),
         "output_tokens": sum(r.output_tokens for r in run.requests),
-        "preemptions": sum(r.preemptions for r in run.requests),
+        "preemptions": _sum_of([r.preemptions for r in run.requests]),
     }

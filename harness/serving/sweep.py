@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.errors import UsageError
-from harness.workload import Workload
+from harness.workload import Workload, split_name
 
 RATE: Final = "request_rate"
 COLUMNS: Final = ("output_rate", "goodput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "e2e_p99", "failed_requests")
@@ -48,11 +48,18 @@ def sweep(workload: Workload, rates: Sequence[float]) -> list[Workload]:
     return [workload.replace(**{RATE: rate}) for rate in rates]
 
 
+def _service(name: str) -> str:
+    base, changed = split_name(name)
+    others = ",".join(f"{key}={value}" for key, value in changed.items() if key != RATE)
+    return f"{base}[{others}]" if others else base
+
+
 def curve(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the throughput–latency curve: technique, variant, workload, rate, and the figures at that rate.
 
     ``workload`` is the name without what the sweep changed. ``keeps_up`` tells whether requests were finished about as
-    fast as they were sent; None where it cannot be told. Records without a rate or without figures are left out.
+    fast as they were sent, in the middle of the run (:func:`harness.serving.metrics.middle_rate`); None where it cannot
+    be told. Records without a rate or without figures are left out.
     """
     rows = []
     for record in records:
@@ -61,15 +68,14 @@ def curve(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not rate or record.get("status") != "passed" or "output_rate" not in metrics:
             continue
         serve = record.get("serve") or {}
-        finished, span = (serve.get("requests") or {}).get("finished"), serve.get("span")
-        done = finished / span if finished and span else None
+        sent, done = serve.get("offered_rate"), serve.get("finished_rate")
         row: dict[str, Any] = {
             "technique": record["technique"],
             "variant": record["variant"],
-            "workload": str(record["workload"]).partition("[")[0],
+            "workload": _service(str(record["workload"])),
             "rate": float(rate),
             "finished_rate": done,
-            "keeps_up": None if done is None else done >= KEEPS_UP * rate,
+            "keeps_up": None if done is None or sent is None else done >= KEEPS_UP * sent,
         }
         row.update({name: metrics[name]["value"] for name in COLUMNS if name in metrics})
         rows.append(row)

@@ -4,7 +4,8 @@ A serve case's ``timeline()`` returns a mapping that :func:`parse_timeline` read
 
     {
       "requests": {id: {"arrival", "first_token", "token_times", "finish", "status",      # a list with "id" will do
-                        "prompt_tokens", "output_tokens", "reason", "cached_tokens", "preemptions"}},
+                        "prompt_tokens", "output_tokens", "reason",
+                        "cached_tokens", "preemptions"}},         # optional, as a server may not say
       "start": seconds, "end": seconds,              # optional: the span of the run
       "cache_use": [[seconds, share], ...],          # optional: share of the cache's slots that is reserved
       "running": [[seconds, requests], ...],         # optional: requests running from then on
@@ -38,7 +39,10 @@ class TimelineError(PairbenchError):
 
 @dataclass(frozen=True)
 class RequestEvents:
-    """One request's life. ``token_times`` has one entry a token, equal ones when several arrive at once."""
+    """One request's life. ``token_times`` has one entry a token, equal ones when several arrive at once.
+
+    ``cached_tokens`` and ``preemptions`` are None where the server does not say.
+    """
 
     id: str
     arrival: float
@@ -47,8 +51,8 @@ class RequestEvents:
     finish: float | None
     prompt_tokens: int
     reason: str = ""
-    cached_tokens: int = 0
-    preemptions: int = 0
+    cached_tokens: int | None = None
+    preemptions: int | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -173,10 +177,12 @@ def _parse_request(key: str, body: Mapping[str, Any]) -> RequestEvents:
         raise TimelineError(f"timeline: {what} gives a first_token that is not the first of its token times")
     if times and status == REFUSED:
         raise TimelineError(f"timeline: {what} was refused and got {len(times)} tokens")
-    prompt, cached, preemptions = (int(body.get(key, 0)) for key in ("prompt_tokens", "cached_tokens", "preemptions"))
-    if not 0 <= cached <= prompt or preemptions < 0:
+    prompt = int(body.get("prompt_tokens", 0))
+    cached, preemptions = (None if body.get(k) is None else int(body[k]) for k in ("cached_tokens", "preemptions"))
+    if not 0 <= (cached or 0) <= prompt or (preemptions or 0) < 0:
         raise TimelineError(
-            f"timeline: {what} has {prompt} prompt tokens, {cached} of them cached, and {preemptions} preemptions"
+            f"timeline: {what} has {prompt} prompt tokens, {cached or 0} of them cached, "
+            f"and {preemptions or 0} preemptions"
         )
     return RequestEvents(
         id=key,

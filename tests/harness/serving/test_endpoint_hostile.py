@@ -130,6 +130,22 @@ def test_a_texts_tokens_are_those_that_the_server_counts(raw: Callable[..., Raw]
     assert [entry["prompt_tokens"] for entry in timeline["requests"].values()] == [17, 3]
 
 
+def test_cached_prompt_tokens_are_those_that_the_server_tells_of(raw: Callable[..., Raw]) -> None:
+    told = [{"prompt_tokens_details": {"cached_tokens": n}} for n in (2, 3, -1, "2")]
+    told += [{"prompt_tokens_details": None}, {}]
+
+    def answer(connection: socket.socket, prompt: list[int]) -> None:
+        connection.sendall(OK + WORD + said({"usage": {"completion_tokens": 1, **told[prompt[0]]}}) + DONE)
+
+    requests = [Outgoing(str(i), [i, 1], 1) for i in range(len(told))]
+    timeline = replay(Endpoint(raw(answer).url, timeout=5.0), requests)
+    # Three of a prompt of two are no count.
+    assert [entry.get("cached_tokens") for entry in timeline["requests"].values()] == [2, *[None] * 5]
+    assert "cache_hit_rate" in summarize(timeline).missing
+    only = {"requests": {"0": timeline["requests"]["0"]}}
+    assert summarize(only).metrics["cache_hit_rate"]["value"] == 1.0
+
+
 def test_a_server_that_only_keeps_the_connection_alive_is_given_up(raw: Callable[..., Raw]) -> None:
     def trickle(connection: socket.socket, prompt: list[int]) -> None:
         connection.sendall(OK + WORD)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UsageError
-from harness.serving.metrics import Slo, quantile, summarize, thin, time_mean
+from harness.serving.metrics import Slo, middle_rate, quantile, summarize, thin, time_mean
 from harness.serving.timeline import TimelineError, parse_timeline
 
 
@@ -130,7 +130,7 @@ def test_cache_waste_preemptions_hits_and_running() -> None:
         {
             "requests": {
                 "a": request(0.0, 1.0, 4.0, preemptions=2, cached_tokens=5),
-                "b": request(0.0, 1.0, 2.0),
+                "b": request(0.0, 1.0, 2.0, preemptions=0, cached_tokens=0),
             },
             "cache_use": [[0.0, 0.25], [2.0, 0.5]],
             "running": [[0.0, 2], [2.0, 1], [4.0, 0]],
@@ -142,6 +142,21 @@ def test_cache_waste_preemptions_hits_and_running() -> None:
     assert value(summary, "cache_hit_rate") == pytest.approx(5 / 20)
     assert value(summary, "running_requests") == pytest.approx(1.5)
     assert summary.serve["cache_use"] == [[0.0, 0.25], [2.0, 0.5]]
+
+
+def test_what_a_server_does_not_say_of_its_cache_is_missing_and_not_zero() -> None:
+    summary = summarize({"requests": {"a": request(0.0, 1.0, preemptions=0, cached_tokens=5), "b": request(0.0, 1.0)}})
+    assert summary.missing["cache_hit_rate"] == "the server does not say what of a prompt was in its cache"
+    assert summary.missing["preemptions"] == "the server does not say who was preempted"
+    assert not {"cache_hit_rate", "preemptions"} & set(summary.metrics)
+    assert summary.serve["requests"]["preemptions"] is None
+
+
+def test_rates_are_those_of_the_middle_of_a_run() -> None:
+    assert middle_rate([i / 4 for i in range(11)]) == pytest.approx(4.0)
+    assert middle_rate([*(i / 4 for i in range(40)), 99.0]) == pytest.approx(4.0, rel=0.05)
+    assert middle_rate([0.0] * 9) is None
+    assert middle_rate([0.0, 1.0]) is None
 
 
 def test_quantiles_are_linear_between_neighbours() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from harness.errors import UsageError
+from harness.serving.metrics import summarize
 from harness.serving.sweep import curve, parse_rates, sweep
 from harness.workload import parse_workload
 
@@ -40,7 +42,7 @@ def record(rate: float, variant: str = "optimized", status: str = "passed", **me
         "status": status,
         "dims": {"request_rate": rate},
         "metrics": {name: {"value": value} for name, value in metrics.items()},
-        "serve": {"requests": {"finished": 40}, "span": 10.0},
+        "serve": {"offered_rate": rate, "finished_rate": min(rate, 4.0)},
     }
 
 
@@ -60,3 +62,27 @@ def test_the_curve_says_where_a_server_no_longer_keeps_up() -> None:
     ]
     assert rows[0]["finished_rate"] == pytest.approx(4.0)
     assert "goodput" not in rows[0]
+
+
+def test_a_short_run_of_a_server_that_keeps_up_is_not_held_against_its_last_answers() -> None:
+    # 64 requests in two seconds, each answered within half a second: over the whole span only 26 of 32 a second.
+    def points(seconds_of: Callable[[int], float]) -> dict[str, Any]:
+        requests = {
+            str(i): {"arrival": i / 32, "token_times": [i / 32 + seconds_of(i)], "status": "finished"}
+            for i in range(64)
+        }
+        return {**record(32.0, output_rate=1.0), "serve": summarize({"requests": requests}).serve}
+
+    (steady,) = curve([points(lambda i: 0.5)])
+    assert steady["finished_rate"] == pytest.approx(32.0)
+    assert steady["keeps_up"]
+    (queueing,) = curve([points(lambda i: 0.5 + i / 64)])  # every answer takes longer than the one before
+    assert queueing["finished_rate"] == pytest.approx(32.0 / 1.5)
+    assert not queueing["keeps_up"]
+    (straggling,) = curve([points(lambda i: 20.0 if i == 63 else 0.5)])
+    assert straggling["keeps_up"]
+
+
+def test_other_settings_are_other_curves() -> None:
+    swept = [{**record(4.0, output_rate=1.0), "workload": name} for name in ("w[slots=4,request_rate=4.0]", "w")]
+    assert [row["workload"] for row in curve(swept)] == ["w", "w[slots=4]"]
