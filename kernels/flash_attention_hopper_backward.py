@@ -63,7 +63,7 @@ def _walked(turn, kv_head, first, tiles, GROUP: gl.constexpr):
 @gluon.jit
 def _feed(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs, delta_bufs,
-    kv_full, q_full, q_empty, do_full, do_empty, schedule,
+    kv_full, q_full, q_empty, do_full, schedule,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The feeder: the keys and values once, then queries and output gradients as far ahead as the ring is empty."""
@@ -85,7 +85,7 @@ def _feed(
         tma.async_copy_global_to_shared(
             q_desc, [batch, head, tile * BLOCK_M, 0], q_full.index(slot), q_bufs.index(slot)
         )
-        mbarrier.wait(do_empty.index(slot), parity)
+        # dO's slot needs no waiting: it was read before the queries' slot was given back.
         mbarrier.expect(do_full.index(slot), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
             delta_desc, [batch * heads + head, tile * BLOCK_M], do_full.index(slot), delta_bufs.index(slot)
@@ -98,7 +98,7 @@ def _feed(
 @gluon.jit
 def _differentiate(
     dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full, q_empty,
-    do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+    do_full, ds_full, schedule, scale_log2, scale,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,7 @@ def _differentiate(
         dk_token = warpgroup_mma(ds_operand, q, dk, is_async=True)
 
         side = turn % 2
-        mbarrier.wait(ds_empty.index(side), (turn // 2 & 1) ^ 1)
+        # The other group has read this buffer: it came to the last turn only after its product of two turns ago.
         ds_bufs.index(side).slice(HALF * ROWS, ROWS, 0).store(ds)
         fence_async_shared()
         mbarrier.arrive(ds_full.index(side), count=1)
@@ -176,7 +176,6 @@ def _differentiate(
         else:
             dq_token = warpgroup_mma(ds_t.slice(HALF * DQ_ROWS, DQ_ROWS, 0), keys, empty, use_acc=False, is_async=True)
         dv, p_operand = warpgroup_mma_wait(2, deps=[dv_token, p_operand])
-        mbarrier.arrive(do_empty.index(slot), count=1)
         if AHEAD:
             next_slot = (turn + 1) % STAGES
             if turn + 1 < turns:  # after the last turn the product is nobody's, and reads whatever lies there
@@ -186,7 +185,6 @@ def _differentiate(
         dk, ds_operand = warpgroup_mma_wait(1 + AHEAD, deps=[dk_token, ds_operand])
         mbarrier.arrive(q_empty.index(slot), count=1)
         dq = warpgroup_mma_wait(0 + AHEAD, deps=[dq_token])
-        mbarrier.arrive(ds_empty.index(side), count=1)
         dq_rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
         dq_cols = gl.arange(0, DQ_COLS, layout=gl.SliceLayout(0, Q_LAYOUT))
         if BY_COLUMNS:
@@ -228,18 +226,14 @@ def hopper_backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    do_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_full.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
         mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(do_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=2)
     fence_async_shared()
     threads_meet()
 
@@ -248,17 +242,17 @@ def hopper_backward_kernel(
         [
             (_differentiate, (
                 dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
-                q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+                q_empty, do_full, ds_full, schedule, scale_log2, scale,
                 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_differentiate, (
                 dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
-                q_empty, do_full, do_empty, ds_full, ds_empty, schedule, scale_log2, scale,
+                q_empty, do_full, ds_full, schedule, scale_log2, scale,
                 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_feed, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs,
-                delta_bufs, kv_full, q_full, q_empty, do_full, do_empty, schedule, BLOCK_M, BLOCK_N,
+                delta_bufs, kv_full, q_full, q_empty, do_full, schedule, BLOCK_M, BLOCK_N,
                 STAGES, GROUP, CAUSAL,
             )),
         ],

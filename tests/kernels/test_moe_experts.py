@@ -204,6 +204,7 @@ def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, wi
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says of it that it does not see everything
 def test_the_host_waits_for_nothing_and_a_graph_replays_other_routings():
     experts, tensors, grad = drawn(40, 2, 5, 512, 256, torch.bfloat16)
     others = experts.flip(0).contiguous()
