@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness.tables import console, long_reasons, result_table
+from harness.tables import console, long_reasons, result_table, serve_table
 
 
 class Reporter:
@@ -23,6 +23,7 @@ class Reporter:
         self._progress: Progress | None = None
         self._task: Any = None
         self._named = False
+        self._shown: list[Mapping[str, Any]] = []
         self._started = time.monotonic()
 
     def silence(self) -> None:
@@ -60,11 +61,16 @@ class Reporter:
         if records and not self.quiet_table:
             self._out.print(result_table(records, header=not self._named))
             self._named = True
+            self._shown += records
             for reason in long_reasons(records):
                 self._out.print(reason, markup=False, soft_wrap=True)
 
     def end(self) -> None:
-        """The run is over."""
+        """The run is over. What requests saw is told together for all its serve runs: rates stand side by side."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        served = serve_table(self._shown)
+        if served is not None:
+            self._out.print(served)
+        self._shown = []

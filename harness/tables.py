@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich import box
@@ -154,6 +154,64 @@ def _row(record: Mapping[str, Any], first: bool) -> list[str | Text]:
         str((record.get("floor") or {}).get("limit") or "–"),
         status,
     ]
+
+
+def _two(record: Mapping[str, Any], family: str) -> str:
+    """A median and a p99, or a dash."""
+    both = [record["metrics"].get(f"{family}_{name}") for name in ("p50", "p99")]
+    return " · ".join(seconds(entry["value"]) for entry in both if entry) or "–"
+
+
+def _figure(name: str, show: Callable[[float], str]) -> Callable[[Mapping[str, Any]], str]:
+    def cell(record: Mapping[str, Any]) -> str:
+        entry = record["metrics"].get(name)
+        return show(entry["value"]) if entry else "–"
+
+    return cell
+
+
+def of_allowed(record: Mapping[str, Any]) -> str:
+    """What was reached of the speedup that the two schedules allow at the measured price of a step."""
+    allowed = (record.get("counters") or {}).get("allowed_speedup")
+    got = record["metrics"].get("speedup")
+    if record["variant"] != "optimized" or not allowed or got is None:
+        return "–"
+    return f"{got['value'] / allowed:.0%} of {allowed:.2f}×"
+
+
+#: What requests saw; a column that no record has a figure for is left out.
+SERVE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("TTFT p50 · p99", lambda record: _two(record, "ttft")),
+    ("ITL p50 · p99", lambda record: _two(record, "itl")),
+    ("e2e p50 · p99", lambda record: _two(record, "e2e")),
+    ("output", _figure("output_rate", lambda value: amount(value, "tokens/s"))),
+    ("goodput", _figure("goodput", lambda value: amount(value, "requests/s"))),
+    ("failed", _figure("failed_requests", lambda value: f"{value:.1%}")),
+    ("running", _figure("running_requests", _digits)),
+    ("cache wasted", _figure("cache_waste", lambda value: f"{value:.1%}")),
+    ("cache hits", _figure("cache_hit_rate", lambda value: f"{value:.1%}" if value else "–")),
+    ("preemptions", _figure("preemptions", lambda value: f"{value:.2f} a request" if value else "–")),
+    ("cost a Mtok", _figure("cost_per_mtok", _digits)),
+    ("of allowed", of_allowed),
+)
+
+
+def serve_table(records: Sequence[Mapping[str, Any]]) -> Table | None:
+    """What the requests of serve runs saw, one row a record; None where nothing was served."""
+    served = [record for record in records if record.get("serve") and record["metrics"]]
+    if not served:
+        return None
+    cells = {name: [cell(record) for record in served] for name, cell in SERVE_COLUMNS}
+    shown = {name: column for name, column in cells.items() if set(column) - {"–"}}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in ("technique", "workload", "variant"):
+        table.add_column(name, overflow="fold", no_wrap=name != "workload")
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+    for place, record in enumerate(served):
+        names = (f"{record[name]}" for name in ("technique", "workload", "variant"))
+        table.add_row(*map(Text, names), *(column[place] for column in shown.values()))
+    return table
 
 
 def console(stderr: bool = False) -> Console:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from harness import report
 from harness.report import Reporter
-from harness.tables import amount, seconds, size
+from harness.tables import amount, seconds, serve_table, size
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 REASON = f"/models/llama/model-00002-of-00009.safetensors: the tensor {TENSOR!r} of shape (14336, 4096) is missing"
@@ -60,3 +60,34 @@ def test_a_long_workload_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_quantity_is_never_written_with_an_exponent(printed: str, words: str) -> None:
     assert printed == words
+
+
+def served(variant: str, speedup: float | None = None, **metrics: float) -> dict[str, Any]:
+    values = {**metrics, **({} if speedup is None else {"speedup": speedup})}
+    made = record("passed", "", serve={"span": 1.0}, counters={"allowed_speedup": 2.0})
+    return {**made, "variant": variant, "metrics": {name: {"value": value} for name, value in values.items()}}
+
+
+def test_what_requests_saw_stands_under_the_table_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Console(width=200, record=True, highlight=False, file=io.StringIO())
+    monkeypatch.setattr(report, "console", lambda stderr=False: out)
+    reporter = Reporter()
+    ttft = {"ttft_p50": 0.25, "ttft_p99": 1.5, "itl_p50": 0.002, "itl_p99": 0.0125}
+    shares = {"failed_requests": 0.125, "preemptions": 0.0}
+    reporter.show([served("baseline", **ttft, **shares, goodput=3.0, cost_per_mtok=12.5)])
+    reporter.show([served("optimized", speedup=1.7, **ttft, **shares), record("error", "it broke")])
+    assert "goodput" not in out.export_text()
+    reporter.end()
+    (head, _, first, second) = [line for line in out.export_text().splitlines() if line.strip()][-4:]
+    assert head.split("  ")[-1].strip() == "of allowed"
+    for words in ("250 ms · 1.5 s", "2 ms · 12.5 ms", "3 requests/s", "12.5%", "12.5 "):
+        assert words in first
+    assert second.rstrip().endswith("85% of 2.00×")
+    assert "preemptions" not in head  # nobody was preempted
+    assert "it broke" not in first + second
+
+
+def test_nothing_is_said_of_requests_where_none_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "TTFT" not in printed(200, [record("passed", "")], monkeypatch)
+    assert serve_table([record("passed", "")]) is None
+    assert serve_table([record("error", "it broke", serve={"span": 1.0})]) is None
