@@ -28,6 +28,7 @@ from harness.workload import Workload, split_name
 LOOSE = 0.25
 #: Below this many samples an interval says nothing, however narrow it looks (one sample's is a point).
 FEWEST = 3
+TOO_FEW = "too few samples"
 
 
 @dataclass
@@ -240,10 +241,16 @@ def _judge_plausible(record: dict[str, Any], claimed: Claimed, latency: stats.Es
         record["status"], record["reason"] = "unsettled", str(conditions["unfit"])
     elif record["status"] == "passed" and latency.n < FEWEST:
         record["status"] = "unsettled"
-        record["reason"] = f"too few samples: {latency.n}, and fewer than {FEWEST} show no noise"
+        record["reason"] = f"{TOO_FEW}: {latency.n}, and fewer than {FEWEST} show no noise"
     elif record["status"] == "passed" and latency.relative_half_width > LOOSE:
         wide = f"the interval of the median is ±{latency.relative_half_width:.0%} after {latency.n} samples"
         record["status"], record["reason"] = "unsettled", wide
+
+
+def how_to_settle(reasons: Sequence[str]) -> str:
+    """What to do about unsettled records, by their reasons."""
+    few = all(reason.startswith(TOO_FEW) for reason in reasons)
+    return "take more samples" if few else "the machine was busy; run again on a quiet one"
 
 
 def _add_speedups(made: Mapping[str, dict[str, Any]], peers: Sequence[str]) -> None:

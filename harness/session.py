@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from harness.assemble import Facts
+from harness.assemble import Facts, how_to_settle
 from harness.ceilings import machine_key
 from harness.devices import Found, lookup
 from harness.errors import StoreError, UsageError
@@ -315,10 +315,9 @@ class Session:
         said = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing measured"
         outside = f"; {describe(parts)}" if self.options.timing else ""
         self.reporter.note(f"run {result.run}: {said}{outside}")
-        if counts.get("unsettled"):
-            self.reporter.warn(
-                "unsettled figures are no one's baseline: the machine was busy; run again on a quiet one"
-            )
+        unsettled = [str(record["reason"]) for record in result.records if record["status"] == "unsettled"]
+        if unsettled:
+            self.reporter.warn(f"unsettled figures are no one's baseline: {how_to_settle(unsettled)}")
         if self.options.csv is not None:
             write_csv(self.options.csv, result.records)
 

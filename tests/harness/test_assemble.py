@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.assemble import Facts, records_of
+from harness.assemble import Facts, how_to_settle, records_of
 from harness.discover import Technique, VariantInfo
 from harness.link_curve import LinkCurve
 from harness.plan import Item
@@ -72,3 +72,9 @@ def test_one_sample_is_no_figure_however_narrow_its_interval(count, status):
     record = measured("all_reduce", 2, count=count)
     assert record["status"] == status
     assert ("too few samples" in record["reason"]) == (status == "unsettled")
+
+
+def test_too_few_samples_are_not_laid_on_the_machine():
+    few = measured("all_reduce", 2, count=1)["reason"]
+    assert how_to_settle([few, few]) == "take more samples"
+    assert "quiet" in how_to_settle([few, "other processes used 1.5 of 2 cores"])
