@@ -7,12 +7,13 @@ commit's wheel is installed in turn (the commands stand in asv.conf.json). Named
 
 from __future__ import annotations
 
+import fcntl
 import os
 import site
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from asv import util
 from asv.environment import EnvironmentUnavailable
@@ -27,6 +28,7 @@ class LendingVirtualenv(Virtualenv):  # type: ignore[misc]
     """``environment_type`` ``pairbench``. Its name ends on the tier, since a result file of asv is named after it."""
 
     tool_name = "pairbench"
+    _held: ClassVar[dict[str, int]] = {}
 
     def __init__(
         self, conf: Any, python: str, requirements: Mapping[str, str], tagged_env_vars: Mapping[tuple[str, str], str]
@@ -42,6 +44,25 @@ class LendingVirtualenv(Virtualenv):  # type: ignore[misc]
     def name(self) -> str:
         """Environment, Python and tier."""
         return f"{super().name}-{tier()}"
+
+    def create(self) -> None:
+        """Makes it where it is not, and keeps it for this command alone.
+
+        Raises:
+            UserError: another command has it, and would measure the commits that this one installs under its own.
+        """
+        if self._path not in self._held:
+            Path(self._env_dir).mkdir(parents=True, exist_ok=True)
+            lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT, 0o644)  # closed with the process
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as err:
+                os.close(lock)
+                raise util.UserError(
+                    f"another asv command measures in {self._path}: let it end, or use another clone"
+                ) from err
+            self._held[self._path] = lock
+        super().create()
 
     def _setup(self) -> None:
         seed = ["--no-download", "--no-periodic-update", "--no-setuptools"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -43,6 +44,30 @@ print(json.dumps([own, existing]))
     own, existing = asv(code, tmp_path, PAIRBENCH_TIER="full")
     assert own == [[f"pairbench-py{here}-full", here]]
     assert existing == [[f"existing-py{here}-full", here]] * 2
+
+
+def test_two_commands_never_install_commits_into_one_environment(tmp_path: Path, asv: Any) -> None:
+    code = """
+from asv.environment import Environment
+from asv.util import UserError
+from harness.asv_environment import LendingVirtualenv
+conf.env_dir = os.path.join(os.environ["HOME"], "env")
+Environment.create = lambda self: None
+def made():
+    environment = LendingVirtualenv(conf, "%d.%d" % sys.version_info[:2], {}, {})
+    try:
+        environment.create()
+    except UserError as err:
+        return str(err)
+    return environment._path
+print(json.dumps([made(), made()]))
+"""
+    path, again = asv(code, tmp_path)
+    assert path == again, "one command may ask for it twice"
+    with open(f"{path}.lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert f"another asv command measures in {path}" in asv(code, tmp_path)[0]
+    assert asv(code, tmp_path)[0] == path
 
 
 def test_another_python_is_not_available_since_the_packages_are_this_ones(tmp_path: Path, asv: Any) -> None:
