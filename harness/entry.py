@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,9 @@ def tensor_bytes(inputs: Mapping[str, Any] | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def module_bytes(inputs: Mapping[str, Any] | None) -> int:
-    """Bytes of the weights among the inputs: variants share them, and each would have to hold them if it were alone."""
-    modules = [v for v in (inputs or {}).values() if isinstance(v, torch.nn.Module)]
+def module_bytes(values: Iterable[Any]) -> int:
+    """Bytes of the weights among these: variants share them, and each would have to hold them if it were alone."""
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
     held = {p.data_ptr(): p.numel() * p.element_size() for m in modules for p in m.parameters()}
     return sum(held.values())
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Measurement:
         )
         self.entries = [Entry(name, pair.variant(name)) for name in job.variants]
         self._inputs: Inputs | None = None
+        self._shared: Sequence[Any] = ()
 
     def run(self, mesh: Any = None) -> None:
         """Measures everything and reports every variant, whatever happens to one of them."""
@@ -179,6 +180,7 @@ class Measurement:
     def _result(self, entry: Entry, inputs: Inputs, first: bool) -> Mapping[str, Any]:
         """Builds the case when it is not there, runs it on these inputs and gives a copy of what it found."""
         if entry.case is None:
+            self._shared = self.pair.shared(self.workload, self.ctx) if self.pair.shared is not None else ()
             memory.trim()
             entry.before = memory.allocated(self.device)
             started = time.perf_counter()
@@ -213,7 +215,8 @@ class Measurement:
         watch = watch_device(self._watched()) if self.device.type == "cuda" else None
         if watch is not None:
             watch.start()
-        found = memory.measure(case.run, self.device, entry.before + tensor_bytes(result) - module_bytes(inputs))
+        others = entry.before + tensor_bytes(result) - module_bytes([*inputs.values(), *self._shared])
+        found = memory.measure(case.run, self.device, others)
         seen = watch.stop().device_memory_bytes if watch is not None else None
         figures = (found.peak, found.absolute, found.reserved, seen)
         peak, absolute, reserved, device = (self.agreement.most(v) for v in figures)

@@ -15,7 +15,7 @@ literals inside ``Pair(...)``: :mod:`harness.discover` reads them from the sourc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -194,6 +194,8 @@ class Pair:
     predict: ``workload -> speedup of optimized over baseline`` by the count in the docstring, or None for no figure.
     differentiable: for an op, the inputs whose gradients are checked and timed; None means every floating tensor.
     check_runs: how many times ``run`` is called before a step's result is checked.
+    shared: ``(workload, ctx) -> modules`` that all variants read and none makes for itself, where they are not among
+        the inputs; they are loaded before any variant, and count in the absolute memory of each.
     """
 
     name: str
@@ -209,6 +211,7 @@ class Pair:
     predict: Callable[[Workload], float | None] | None = None
     differentiable: tuple[str, ...] | None = None
     check_runs: int = 1
+    shared: Callable[[Workload, Context], Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         problems = []

@@ -25,6 +25,7 @@ from harness.pair import Claim, Context, Pair, Tolerance, Variant
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.schedule_cost import CHUNKING
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
@@ -47,6 +48,7 @@ PAIR = Pair(
     # What falls is p99 ITL; the time of the whole run, which a claim of latency is about, is what it was or longer.
     claim=Claim(throughput="same", cost="a later first token, and a step's fixed price for every chunk"),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(whole, supports=cannot),

@@ -26,6 +26,7 @@ from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import BATCHING, StepCost, allowed_speedup
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
@@ -61,6 +62,7 @@ PAIR = Pair(
     relieves="capacity",
     claim=Claim(throughput="higher", cost="a prompt that joins delays those that decode"),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(static, supports=cannot),

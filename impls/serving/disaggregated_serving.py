@@ -56,6 +56,7 @@ from impls.serving.ranked_case import InRoles, SideBySide, share_out
 from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import StepCost, simulate
 from impls.serving.scheduler import EngineConfig
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, requests_trace
 
@@ -145,6 +146,7 @@ PAIR = Pair(
         cost="keys and values over the link, and a role that idles where the mix does not fit; gained is ITL's tail",
     ),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(side_by_side, requires=("ranks>=2",), supports=unfit),

@@ -21,6 +21,7 @@ from dataclasses import replace
 from harness.pair import Claim, Context, Pair, Tolerance, Variant
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
@@ -43,6 +44,7 @@ PAIR = Pair(
     relieves="compute",
     claim=Claim(throughput="higher", memory="same", cost="pinned host memory and the host link"),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(recompute, supports=cannot),

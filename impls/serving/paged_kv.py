@@ -21,6 +21,7 @@ from harness.pair import Claim, Context, Pair, Tolerance, Variant
 from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.schedule_cost import PAGING
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, work
 
@@ -42,6 +43,7 @@ PAIR = Pair(
     relieves="capacity",
     claim=Claim(throughput="higher", memory="same", cost="a table look-up a block, preemptions when all grow at once"),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(reserve, supports=cannot),

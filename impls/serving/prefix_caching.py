@@ -33,6 +33,7 @@ from harness.workload import Workload
 from impls.serving.case import Oracle, ServeCase
 from impls.serving.request import Request, Sampling
 from impls.serving.schedule_cost import PREFIX_CACHING, StepCost, allowed_speedup
+from impls.serving.served_model import shared
 from impls.serving.supports import cannot
 from impls.serving.traffic import engine_config, inputs, requests_trace, work
 
@@ -78,6 +79,7 @@ PAIR = Pair(
         cost="a hash and a look-up a block; first tokens come earlier, the pace of later ones stays",
     ),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(plain, supports=cannot),

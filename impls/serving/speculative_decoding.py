@@ -41,13 +41,13 @@ import torch
 
 from harness.pair import Claim, Context, Inputs, Pair, Tolerance, Variant, Work
 from harness.workload import Workload
-from impls.model.decoder import Decoder
-from impls.model.resolve import config_for, model_for, not_here, prompts_for, token_flops
+from impls.model.resolve import config_for, not_here, prompts_for, token_flops
 from impls.serving.case import Oracle
 from impls.serving.draft_acceptance import Greedy
 from impls.serving.drafted_loop import DraftedLoop
 from impls.serving.drafts import Drafter, GivenDrafts, LayerSkip, PromptLookup
 from impls.serving.request import Request, Sampling
+from impls.serving.served_model import decoder_for, shared
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 #: Tokens of a text's beginning that stand behind it where it is to be repeated.
@@ -162,16 +162,6 @@ class SetAcceptance(Decode):
             answer_BN = self.loop.answer().clone()
 
 
-def decoder_for(workload: Workload, ctx: Context) -> Decoder:
-    """The workload's model; on a GPU with its small operations fused, as the engine has it."""
-    model = model_for(workload, ctx)
-    if ctx.device.type != "cuda":
-        return model
-    from impls.serving.fast_decoder import fast_decoder
-
-    return fast_decoder(model)
-
-
 def sets_acceptance(workload: Workload) -> str | None:
     """Why the instrument has nothing to do here."""
     return not_here(workload) or (None if "acceptance" in workload.dims else "the workload sets no acceptance rate")
@@ -209,6 +199,7 @@ PAIR = Pair(
         "and where arithmetic binds (large batches)",
     ),
     inputs=inputs,
+    shared=shared,
     oracle=Oracle,
     variants={
         "baseline": Variant(Decode, supports=not_here),

@@ -285,6 +285,27 @@ def test_the_absolute_peak_holds_no_copy_of_the_checks(tmp_path: Path, monkeypat
     assert others == [1000 + 8 * 4 * 4] * 2
 
 
+def test_weights_that_all_variants_share_count_in_the_absolute_peak_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that was loaded before the first variant was built was counted in none of them: 16 GB of 24."""
+    others: list[int] = []
+    model = torch.nn.Linear(10, 10, bias=False)
+
+    def measure(call: Any, device: torch.device, held: int) -> memory.Memory:
+        others.append(held)
+        return memory.Memory(1, 2)
+
+    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    monkeypatch.setattr(memory, "allocated", lambda device: 1000)
+    monkeypatch.setattr(memory, "measure", measure)
+    pair = replace(_pair(baseline=plain, optimized=plain), oracle=plain, shared=lambda workload, ctx: [model, model])
+    _events(pair, {**RAW, "direction": "forward"}, tmp_path)
+    assert others == [1000 + 8 * 4 * 4 - 400] * 2
+
+
 def test_no_variant_pays_for_the_result_of_the_one_before(tmp_path: Path) -> None:
     """The third one was once counted above the second one's result, which was gone by then: below its own inputs."""
     size = 64 << 20

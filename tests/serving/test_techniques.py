@@ -82,6 +82,16 @@ def test_both_sides_give_the_oracles_tokens_and_differ_in_one_switch(name):
     assert changed & SWITCH[name]
 
 
+@pytest.mark.parametrize("name", [*SERVE, "disaggregated_serving", "speculative_decoding"])
+def test_the_weights_that_a_case_reads_are_those_that_its_pair_calls_shared(name):
+    pair, workload = smoke(name)
+    ctx = context(workload)
+    (model,) = pair.shared(workload, ctx)
+    if name != "disaggregated_serving":  # its cases need a group of ranks
+        case = pair.variant("optimized").fn(workload, ctx)
+        assert (case.runner if name in SERVE else case).model is model
+
+
 def test_lower_precision_is_judged_by_the_logits_that_rounding_explains():
     pair, workload = smoke("continuous_batching", requests=6, dtype="bfloat16")
     ctx = context(workload)
