@@ -19,12 +19,18 @@ and AdamW's 28 bytes a weight, which stays.
 Memory of model states a weight: 4 + 4 + 8 bytes in float32; 2 more while autocast keeps its copies; bfloat16 alone
 2 + 2 + 4, with Kahan's numbers 10 in all. Of activations the norms' stay, the others' halve.
 
+The learning rate falls like one over the width (Yang et al. 2022, "Tensor Programs V", table 3, hidden and output
+weights under Adam): AdamW's first steps move each weight by the rate, whatever its gradient, and a product adds up as
+many of those moves as the model is wide. At one rate for all widths a wide model's loss jumps about after the first
+step, and curves part by rounding alone.
+
 How far it is right. The oracle is the step in float64. ``grad.NAME`` are the gradients of the first step, within 1/16
 of their own size: 16 bits cannot be right to a float32 bound, and rounding grows with the layers. A test holds the
 gradients of ``optimized`` to twice the error of a model that is bfloat16 altogether. ``fall`` is how far the loss has
-come down after each of some steps: an update that is missing or wrong shows there. ``loss_gap`` in the record is the
-largest distance of the loss curve from float32's, and stands beside ``loss_spread``, how far float32's own curves of
-several seeds lie from it. The tokens follow a Zipf law, so that there is something to learn; the model is random.
+come down after each of some steps: an update that is missing or wrong shows there. A step that float16 leaves out is
+made up for by another before losses are compared. ``loss_gap`` in the record is the largest distance of the loss curve
+from float32's, and stands beside ``loss_spread``, how far float32's own curves of several seeds lie from it. The tokens
+follow a Zipf law, so that there is something to learn; the model is random.
 """
 
 # Shapes: B rows, S positions, T tokens, V vocabulary.
@@ -51,9 +57,17 @@ from impls.training.bfloat16_adamw import BFloat16AdamW, Rounding
 
 STEPS = 5
 CURVE, SEEDS = 10, 3
-ADAMW: dict[str, Any] = {**shared.ADAMW, "lr": 1e-3}
+#: The learning rate of a model of ``RATE_WIDTH``; :func:`adamw` gives that of another.
+RATE, RATE_WIDTH = 1e-3, 64
+#: Steps that float16 may take besides to make up for those that it left out.
+MAX_MORE = 64
 #: float32 outside the matrix units, by the H200's datasheet.
 FLOAT32 = 67e12
+
+
+def adamw(width: int) -> dict[str, Any]:
+    """The optimizer's settings for a model of that width."""
+    return {**shared.ADAMW, "lr": RATE * RATE_WIDTH / width}
 
 
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
@@ -130,7 +144,7 @@ class Float32:
 
     def restart(self) -> None:
         """Forget what the optimizer knows."""
-        self.optimizer = torch.optim.AdamW(self.params.values(), fused=True, **ADAMW)
+        self.optimizer = torch.optim.AdamW(self.params.values(), fused=True, **adamw(self.workload.width))
 
     def update(self) -> None:
         """The weights of the next step."""
@@ -150,13 +164,17 @@ class Float32:
         """``losses`` of the steps since the weights were set, how far they have fallen, and ``grad.NAME`` of the first
         step, computed once more."""
         assert self._inputs is not None
-        losses = torch.stack(list(self.losses))
+        losses = self.losses_of_updates()
         out = {"losses": losses, "fall": losses[0] - losses[1:]}
         self.load(self._inputs)
         self.backward()
         out |= {f"grad.{name}": grad for name, grad in self.gradients().items()}
         self.load(self._inputs)
         return out
+
+    def losses_of_updates(self) -> Tensor:
+        """The loss before each update of the weights since they were set, as many as steps were run."""
+        return torch.stack(list(self.losses))
 
     def poison(self) -> None:
         """Overwrites what the next steps must write."""
@@ -185,7 +203,7 @@ def curve(case: Float32, inputs: Inputs) -> tuple[float, ...]:
     case.load(inputs)
     for _ in range(CURVE):
         case.run()
-    losses = tuple(torch.stack(list(case.losses)).tolist())
+    losses = tuple(case.losses_of_updates().tolist())
     case.load(inputs)
     return losses
 
@@ -229,6 +247,8 @@ class ScaledFloat16(Autocast):
         super().restart()
         kind = self.ctx.device.type
         self.scaler = torch.amp.GradScaler(kind, init_scale=self.init_scale, growth_interval=self.growth_interval)
+        # The optimizer's count of steps before the first and after each; a step left out is not counted.
+        self.counts: deque[Tensor] = deque([torch.zeros((), device=self.ctx.device)], maxlen=CURVE + 1)
 
     def differentiate(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
@@ -236,6 +256,26 @@ class ScaledFloat16(Autocast):
     def update(self) -> None:
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+    def run(self) -> None:
+        super().run()
+        first = next(iter(self.params.values()))
+        self.counts.append(self.optimizer.state[first]["step"].clone() if self.optimizer.state else self.counts[-1])
+
+    def losses_of_updates(self) -> Tensor:
+        """A step left out is run again at the lower scale, so that losses stand beside those of the same update; NaN
+        for those whose gradients do not become finite."""
+        wanted = len(self.losses)
+        counted = torch.stack(list(self.counts)).diff() > 0
+        kept = [loss for loss, taken in zip(self.losses, counted.tolist(), strict=True) if taken]
+        for _ in range(MAX_MORE):
+            if len(kept) == wanted:
+                break
+            self.run()
+            if self.counts[-1] > self.counts[-2]:
+                kept.append(self.losses[-1])
+        missing = [torch.full_like(self.losses[-1], torch.nan)] * (wanted - len(kept))
+        return torch.stack(kept + missing)
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: grad / self.scaler.get_scale() for name, grad in super().gradients().items()}
@@ -263,7 +303,7 @@ class BFloat16(Float32):
     def restart(self) -> None:
         assert self._inputs is not None
         generator = torch.Generator(self.ctx.device).manual_seed(self._inputs.seed)
-        self.optimizer = BFloat16AdamW(self.params.values(), self.rounding, generator, **ADAMW)
+        self.optimizer = BFloat16AdamW(self.params.values(), self.rounding, generator, **adamw(self.workload.width))
 
 
 class TF32(Float32):

@@ -101,6 +101,86 @@ class HalfTheLoss(mixed.Autocast):
         (loss / 2).backward()
 
 
+class OneUpdateDropped(mixed.Autocast):
+    def update(self):
+        if len(self.losses) != 2:
+            super().update()
+
+
+class WrongSign(mixed.Autocast):
+    def update(self):
+        for param in self.params.values():
+            param.grad.neg_()
+        super().update()
+
+
+class TwiceTheStep(mixed.Autocast):
+    def update(self):
+        super().update()
+        super().update()
+
+
+class TwiceTheRate(mixed.Autocast):
+    def restart(self):
+        super().restart()
+        self.optimizer.param_groups[0]["lr"] *= 2
+
+
+class NoUpdateInFloat16(ScaledFloat16):
+    def update(self):
+        pass
+
+
+class NeverFinite(ScaledFloat16):
+    def differentiate(self, loss):
+        super().differentiate(loss * math.nan)
+
+
+UPDATES = [NoUpdate, OneUpdateDropped, WrongSign, TwiceTheStep, TwiceTheRate]
+#: Wide enough that the rate of a narrow model is far too hot, narrow enough for two cores.
+WIDER = {**DIMS, "layers": 1, "width": 512, "ffn": 1536, "heads": 8, "vocab": 1031, "batch": 1, "seq": 96}
+SIZES = {"narrow": DIMS, "wide": WIDER}
+WRONG = [(build, size) for build in UPDATES for size in SIZES]
+
+
+@pytest.mark.parametrize(("build", "size"), [*WRONG, (NoUpdateInFloat16, "narrow"), (NeverFinite, "narrow")])
+def test_a_wrong_update_shows_in_the_fall_of_the_loss(build, size):
+    truth, found = (
+        {name: value for name, value in outcome(made, SIZES[size]).items() if name in ("losses", "fall")}
+        for made in (PAIR.oracle, build)
+    )
+    assert not judge(PAIR.tolerance, "float32", truth, found, None).passed
+
+
+@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
+def test_the_loss_falls_step_by_step_whatever_the_width_and_16_bits_follow_float32(dims):
+    curves = {name: outcome(variant(name), dims)["losses"].double() for name in ("baseline", "optimized")}
+    assert torch.all(curves["baseline"].diff() < 0)
+    fall = curves["baseline"][0] - curves["baseline"][1:]
+    assert fall[0] < curves["baseline"][0] / 4, "the first update is too hot: a narrow model's rate takes 0.8 of it"
+    assert fall[-1] > 1
+    assert float((curves["optimized"] - curves["baseline"]).norm() / fall.norm()) < 2**-4 / 4
+
+
+def test_the_rate_falls_like_one_over_the_width():
+    narrow, wide = mixed.adamw(64), mixed.adamw(2048)
+    assert wide.pop("lr") * 32 == narrow.pop("lr") == 1e-3
+    assert wide == narrow
+
+
+def test_steps_left_out_are_made_up_for_before_losses_are_compared():
+    class TooLarge(ScaledFloat16):
+        init_scale = 2.0**30
+
+    case = case_of(TooLarge)
+    for _ in range(STEPS):
+        case.run()
+    assert case.losses[0] == case.losses[1], "no step was left out: the test shows nothing"
+    verdict = judge(PAIR.tolerance, "float32", outcome(PAIR.oracle), outcome(TooLarge), outcome(Float32))
+    assert all(verdict.tensors[name]["error"] <= verdict.tensors[name]["bound"] for name in ("losses", "fall"))
+    assert case_of(TooLarge).counters()["loss_gap"] < 0.05
+
+
 @pytest.mark.parametrize(("build", "where"), [(NoUpdate, "losses"), (NotUnscaled, "grad."), (HalfTheLoss, "grad.")])
 def test_planted_faults_are_found(build, where):
     verdict = judge(PAIR.tolerance, "float32", outcome(PAIR.oracle), outcome(build), outcome(Float32))
@@ -203,9 +283,9 @@ def test_the_update_is_torchs_adamw():
     torch.manual_seed(0)
     start = torch.randn(512).bfloat16()
     plain = start.float().requires_grad_()
-    theirs = torch.optim.AdamW([plain], **mixed.ADAMW)
+    theirs = torch.optim.AdamW([plain], **mixed.adamw(64))
     narrow = start.clone()
-    ours = BFloat16AdamW([narrow], "kahan", torch.Generator(), **mixed.ADAMW)
+    ours = BFloat16AdamW([narrow], "kahan", torch.Generator(), **mixed.adamw(64))
     for _ in range(50):
         grad = torch.randn(512).bfloat16()
         plain.grad, narrow.grad = grad.float(), grad
