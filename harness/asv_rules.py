@@ -196,7 +196,7 @@ def _name_the_machine(gpu: str) -> None:
             facts = {**Machine.get_defaults(), "machine": name, "os": platform.system()}
             MachineCollection.save(name, facts, _path=path)
         found = original(cls, *args, **{**kwargs, "machine_name": name})
-        found.ram = in_gib(str(found.ram))
+        found.ram = in_gib(str(getattr(found, "ram", "")))
         return found
 
     Machine.load = classmethod(load)

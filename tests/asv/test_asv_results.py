@@ -172,13 +172,13 @@ print(json.dumps([written["params"], Results.load(path).params]))
 
 def test_a_machines_memory_is_told_in_gib_whatever_was_noted_before(tmp_path: Path, asv: Any) -> None:
     noted = {"machine": "amd", "ram": "25276514304", "cpu": "AMD EPYC", "num_cpu": "2", "os": "Linux", "arch": "x86_64"}
-    (tmp_path / ".asv-machine.json").write_text(json.dumps({"amd": noted, "version": 1}))
+    (tmp_path / ".asv-machine.json").write_text(json.dumps({"amd": noted, "bare": {"machine": "bare"}, "version": 1}))
     code = """
 from asv.machine import Machine
-print(json.dumps([Machine.load(machine_name="amd").ram, Machine.load(machine_name="new").ram]))
+print(json.dumps([Machine.load(machine_name=name).ram for name in ("amd", "bare", "new")]))
 """
-    noted_before, new = asv(code, tmp_path)
-    assert noted_before == "24 GiB"
+    noted_before, bare, new = asv(code, tmp_path)
+    assert (noted_before, bare) == ("24 GiB", "")
     assert new.endswith(" GiB")
     assert asv_results.in_gib("") == ""
 
