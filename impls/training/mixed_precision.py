@@ -304,6 +304,9 @@ class BFloat16(Float32):
         assert self._inputs is not None
         generator = torch.Generator(self.ctx.device).manual_seed(self._inputs.seed)
         self.optimizer = BFloat16AdamW(self.params.values(), self.rounding, generator, **adamw(self.workload.width))
+        # Weights that all start on bfloat16's grid would all stand still until updates add up to half a step of it.
+        for dropped, (name, param) in zip(self.optimizer.dropped, self.params.items(), strict=False):
+            dropped.copy_(self._inputs[f"weight.{name}"] - param.detach().float())
 
 
 class TF32(Float32):
