@@ -64,9 +64,13 @@ VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 def setup() -> None:
     """Puts the rules in place; asv calls it once a command."""
     tier()
+    # asv's processes run in folders of their own.
     store = os.environ.get("PAIRBENCH_STORE")
-    if store and "://" not in store:  # set-up caches run in a folder of their own
+    if store and "://" not in store:
         os.environ["PAIRBENCH_STORE"] = str(Path(store).expanduser().resolve())
+    for name in ("PYTHONPATH", "ASV_PYTHONPATH"):
+        if folders := os.environ.get(name):
+            os.environ[name] = os.pathsep.join(str(Path(folder).resolve()) for folder in folders.split(os.pathsep))
     if STATE not in os.environ:
         handle, path = tempfile.mkstemp(prefix="pairbench-asv-")
         os.close(handle)
@@ -98,6 +102,8 @@ def _before_measuring(conf: Any, args: Any) -> None:
     existing = [e for e in get_environments(conf, args.env_spec, verbose=False) if isinstance(e, ExistingEnvironment)]
     if existing and os.environ.get("PYTHONPATH"):
         os.environ.setdefault("ASV_PYTHONPATH", os.environ["PYTHONPATH"])  # asv takes PYTHONPATH away from benchmarks
+    for environment in existing:
+        _ask(environment, "import harness")
     if existing and getattr(args, "set_commit_hash", None):
         _refuse_other_code(conf, args, existing)
     kept = conf.results_dir
@@ -162,14 +168,19 @@ def _refuse_other_code(conf: Any, args: Any, environments: Sequence[Any]) -> Non
 
 
 def _facts_of(environment: Any) -> dict[str, Any]:
-    """The commit of the harness that benchmarks will import: asked as they are run, far from any checkout."""
+    """The commit of the harness that benchmarks will import."""
+    facts: dict[str, Any] = json.loads(_ask(environment, ASK))
+    return facts
+
+
+def _ask(environment: Any, code: str) -> str:
+    """What the code prints where benchmarks are run: far from any checkout."""
     seen = {**os.environ, "PYTHONPATH": os.environ.get("ASV_PYTHONPATH", "")}
     with tempfile.TemporaryDirectory(prefix="pairbench-") as elsewhere:
         try:
-            facts: dict[str, Any] = json.loads(environment.run(["-c", ASK], cwd=elsewhere, env=seen))
+            return str(environment.run(["-c", code], cwd=elsewhere, env=seen))
         except util.ProcessError as err:
             raise util.UserError(f"{environment.name} has no harness: put the checkout on PYTHONPATH") from err
-    return facts
 
 
 def _name_existing() -> None:

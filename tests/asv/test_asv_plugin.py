@@ -192,6 +192,27 @@ def package_root():
         asv_rules._facts_of(Bare())
 
 
+def test_an_existing_environment_has_a_harness_wherever_pythonpath_is_read_from(tmp_path: Path, asv: Any) -> None:
+    code = """
+from types import SimpleNamespace
+from asv.environment import ExistingEnvironment
+from asv.util import ProcessError, UserError
+from harness import asv_rules
+args = SimpleNamespace(env_spec=["existing"], quick=True)
+asv_rules._before_measuring(conf, args)
+def run(self, *args, **kwargs):
+    raise ProcessError(["python"], 1, "", "no module")
+ExistingEnvironment.run = run
+try:
+    asv_rules._before_measuring(conf, args)
+except UserError as err:
+    print(json.dumps([os.environ[name].split(os.pathsep) for name in ("PYTHONPATH", "ASV_PYTHONPATH")] + [str(err)]))
+"""
+    *folders, why = asv(code, tmp_path, PYTHONPATH=os.pathsep.join([".", str(tmp_path)]))
+    assert folders == [[str(ROOT), str(tmp_path)]] * 2
+    assert "has no harness: put the checkout on PYTHONPATH" in why
+
+
 class Bare:
     """An existing environment whose Python has no packages."""
 
