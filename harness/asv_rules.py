@@ -4,7 +4,7 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 
 * the machine's name is the GPU type, and needs no questions asked;
 * a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
-* suites that no commit holds do so as well, under .asv/dirty;
+* suites that no commit holds do so as well, under .asv/dirty, and their records are marked dirty;
 * with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
 * what is kept of results is what :mod:`harness.asv_results` says;
 * numbers that a set-up cache has written down are read from there, not by a process for each, and nothing but finite
@@ -114,8 +114,12 @@ def _before_measuring(conf: Any, args: Any) -> None:
         conf.results_dir = str(Path(conf.env_dir).parent / "quick")
         log.info(f"A quick run: results in {conf.results_dir}, nothing in the history")
     elif why := _uncommitted(Path(conf.benchmark_dir).resolve()):
+        os.environ["PAIRBENCH_DIRTY"] = "1"
         conf.results_dir = str(Path(conf.env_dir).parent / "dirty")
-        log.warning(f"{why}: results in {conf.results_dir}, so that those of committed suites stay as they are")
+        log.warning(
+            f"{why}: results in {conf.results_dir}, so that those of committed suites stay as they are; the history's"
+            " are marked dirty"
+        )
     _know_commits(kept, args)
 
 

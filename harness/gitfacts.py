@@ -209,10 +209,11 @@ def changed_paths(project: Path, top: Path, env: Mapping[str, str] | None = None
 
 
 def _asv(commit: str, conf: Path, env: Mapping[str, str]) -> GitFacts:
-    """The commit that asv installed; asv builds from a clean checkout, so that it is never dirty."""
+    """The commit that asv installed, from a clean checkout; dirty when asv's plugin says that the suites are not."""
+    dirty = _declared_dirty(env)
     top = find_repository(conf.resolve())
     if top is None:
-        return GitFacts(commit=commit, dirty=False, source="asv", reason="ASV_CONF_DIR is in no git repository")
+        return GitFacts(commit=commit, dirty=dirty, source="asv", reason="ASV_CONF_DIR is in no git repository")
     try:
         full, date, subject = _commit(conf, top, commit, env)
         branch = _branch(conf, top, env)
@@ -221,9 +222,14 @@ def _asv(commit: str, conf: Path, env: Mapping[str, str]) -> GitFacts:
                 run_git(conf, "merge-base", "--is-ancestor", full, "HEAD", top=top, environ=env)
             except GitUnavailable:
                 branch = None
-        return GitFacts(full, branch, False, date, subject, "asv")
+        reason = "the suites that asv measured are not committed" if dirty else None
+        return GitFacts(full, branch, dirty, date, subject, "asv", reason=reason)
     except GitUnavailable as err:
-        return GitFacts(commit=commit, dirty=False, source="asv", reason=str(err))
+        return GitFacts(commit=commit, dirty=dirty, source="asv", reason=str(err))
+
+
+def _declared_dirty(env: Mapping[str, str]) -> bool:
+    return env.get("PAIRBENCH_DIRTY", "").strip().lower() in TRUE
 
 
 def _declared(env: Mapping[str, str], why: str) -> GitFacts:
@@ -241,7 +247,7 @@ def _declared(env: Mapping[str, str], why: str) -> GitFacts:
     return GitFacts(
         commit=commit,
         branch=env.get("PAIRBENCH_BRANCH") or ci_branch(env),
-        dirty=env.get("PAIRBENCH_DIRTY", "").strip().lower() in TRUE,
+        dirty=_declared_dirty(env),
         commit_date=date,
         source="declared",
         reason=reason,

@@ -117,10 +117,12 @@ def all():
     return [told(quick=True), told(quick=False, dry_run=True), told(skip_save=True), told(quick=False)]
 clean = all()
 asv_rules._uncommitted = lambda suites: "not committed: suites/fusion/rope.py"
-print(json.dumps([clean, all()]))
+before = os.environ.get("PAIRBENCH_DIRTY")
+print(json.dumps([clean, all(), [before, os.environ.get("PAIRBENCH_DIRTY")]]))
 """
     kept = "results/asv"
-    clean, uncommitted = asv(code, tmp_path)
+    clean, uncommitted, dirty = asv(code, tmp_path)
+    assert dirty == [None, "1"], "records of uncommitted suites are marked"
     assert clean == [[".asv/quick", "quick"], [kept, "dry"], [kept, "dry"], [kept, None]]
     apart = ".asv/dirty"
     assert uncommitted == [[".asv/quick", "quick"], [apart, "dry"], [apart, "dry"], [apart, None]]

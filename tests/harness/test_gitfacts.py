@@ -243,6 +243,15 @@ def test_under_asv_the_commit_is_the_one_that_asv_installed(repo, tmp_path):
     assert git_facts(repo, {**ENV, "ASV_COMMIT": first}).subject == "second"
 
 
+def test_under_asv_a_commit_is_dirty_when_the_suites_are_not_committed(repo, tmp_path):
+    env = {**ENV, "ASV_COMMIT": git(repo, "rev-parse", "HEAD"), "ASV_CONF_DIR": str(repo), "PAIRBENCH_DIRTY": "1"}
+    facts = git_facts(tmp_path, env)
+    assert (facts.commit, facts.dirty) == (env["ASV_COMMIT"], True)
+    assert "suites" in (facts.reason or "")
+    assert git_facts(tmp_path, {**env, "ASV_COMMIT": "a" * 40}).dirty
+    assert not git_facts(tmp_path, {**env, "PAIRBENCH_DIRTY": "0"}).dirty
+
+
 def test_under_asv_a_commit_of_another_branch_is_not_put_on_this_one(repo):
     git(repo, "checkout", "-q", "-b", "side")
     (repo / "harness" / "a.py").write_text("x = 2\n")
