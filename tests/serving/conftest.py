@@ -98,6 +98,56 @@ def fake() -> SimpleNamespace:
     return SimpleNamespace(Runner=FakeRunner, Clock=FakeClock, next_token=next_token, answer_of=answer_of)
 
 
+class ForwardsAnew:
+    """Runs a captured pass anew at each replay, on the same static inputs and into the same static output."""
+
+    def _capture(self, size, pool):
+        with torch.inference_mode():
+            out = self._forward(size).clone()
+
+        class Replay:
+            @staticmethod
+            def replay():
+                out.copy_(self._forward(size))
+
+        self.graphs[size] = (Replay, out)
+        return pool
+
+
+def ends_of(engine, requests):
+    """The tokens of each request, and how each ended."""
+    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
+    ends: dict[str, str] = {}
+
+    def keep(output):
+        if output.token is not None:
+            tokens[output.id].append(output.token)
+        if output.finished is not None:
+            ends[output.id] = f"{output.finished} {output.reason}".strip()
+
+    engine.serve(requests, keep)
+    return tokens, ends
+
+
+def differences(found, want, ends):
+    """One line for each answer that is not the wanted one: where they part, and how it ended."""
+    lines = []
+    for key, tokens in want.items():
+        if found[key] != tokens:
+            same = next((i for i, (a, b) in enumerate(zip(found[key], tokens, strict=False)) if a != b), None)
+            place = min(len(found[key]), len(tokens)) if same is None else same
+            lines.append(f"{key} ({ends.get(key)}) parts at token {place}: {found[key]} instead of {tokens}")
+    return lines
+
+
+@pytest.fixture(scope="session")
+def served() -> SimpleNamespace:
+    """What an engine gave, in what it is not the wanted, and graphs of a kind where there is no GPU."""
+    return SimpleNamespace(
+        ends_of=ends_of, differences=differences, anew=lambda kind: type("Forwards", (ForwardsAnew, kind), {})
+    )
+
+
 @pytest.fixture(scope="session")
 def model():
     """A small model in float32, the same in every test: nobody changes its weights."""

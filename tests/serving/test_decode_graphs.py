@@ -10,7 +10,7 @@ import torch
 from impls.model.config import ModelConfig
 from impls.model.weights import load_model
 from impls.serving.decode_graphs import DecodeGraphs, buckets
-from impls.serving.engine import Engine, Output
+from impls.serving.engine import Engine
 from impls.serving.plain_loop import cached_tokens, plain_tokens
 from impls.serving.request import Request, Sampling
 from impls.serving.runner import ModelRunner
@@ -25,49 +25,6 @@ CONFIG = EngineConfig(max_running=3, max_step_tokens=24, block_size=16, num_bloc
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def answers(engine, requests):
-    """The tokens of each request, and how each ended."""
-    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    ends: dict[str, str] = {}
-
-    def keep(output: Output) -> None:
-        if output.token is not None:
-            tokens[output.id].append(output.token)
-        if output.finished is not None:
-            ends[output.id] = f"{output.finished} {output.reason}".strip()
-
-    engine.serve(requests, keep)
-    return tokens, ends
-
-
-def differences(found, want, ends):
-    """One line for each answer that is not the wanted one: where they part, and how it ended."""
-    lines = []
-    for key, tokens in want.items():
-        if found[key] != tokens:
-            same = next((i for i, (a, b) in enumerate(zip(found[key], tokens, strict=False)) if a != b), None)
-            place = min(len(found[key]), len(tokens)) if same is None else same
-            lines.append(f"{key} ({ends.get(key)}) parts at token {place}: {found[key]} instead of {tokens}")
-    return lines
-
-
-class Forwards(DecodeGraphs):
-    """Runs the captured pass anew at each replay, on the same static inputs and into the same static logits."""
-
-    def _capture(self, size, pool):
-        logits = torch.zeros(size, SMALL.vocab_size, device=DEVICE)
-        self.replays = getattr(self, "replays", [])
-
-        class Replay:
-            @staticmethod
-            def replay():
-                self.replays.append(size)
-                logits.copy_(self._forward(size))
-
-        self.graphs[size] = (Replay, logits)
-        return pool
-
-
 def test_buckets_hold_every_batch_and_end_at_the_largest():
     assert buckets(1) == [1]
     assert buckets(3) == [1, 2, 3]
@@ -76,21 +33,28 @@ def test_buckets_hold_every_batch_and_end_at_the_largest():
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_decode_steps_are_replayed_in_buckets_and_right(lookahead):
+def test_decode_steps_are_replayed_in_buckets_and_right(served, lookahead):
     model = load_model(shape=SMALL, seed=2, device=DEVICE)
     config = replace(CONFIG, lookahead=lookahead)
     runner = ModelRunner(model, config, kernels=True, graphs=False)
-    runner.graphs = Forwards(runner)
+    replays: list[int] = []
+
+    class Counted(served.anew(DecodeGraphs)):
+        def at_least(self, size):
+            replays.append(super().at_least(size))
+            return replays[-1]
+
+    runner.graphs = Counted(runner)
     engine = Engine(runner, config)
     lengths = [(20, 3), (5, 5), (3, 2), (9, 3)]
     requests = [
         Request(f"r{i}", [(7 * i + j) % 256 for j in range(p)], Sampling(max_tokens=n))
         for i, (p, n) in enumerate(lengths)
     ]
-    found, ends = answers(engine, requests)
-    assert not differences(found, {r.id: plain_tokens(model, r) for r in requests}, ends)
-    assert {1, 2, 3} >= set(runner.graphs.replays)
-    assert len(runner.graphs.replays) >= 3
+    found, ends = served.ends_of(engine, requests)
+    assert not served.differences(found, {r.id: plain_tokens(model, r) for r in requests}, ends)
+    assert {1, 2, 3} >= set(replays)
+    assert len(replays) >= 3
 
 
 def test_the_cached_loop_is_the_plain_loop():
@@ -103,7 +67,7 @@ def test_the_cached_loop_is_the_plain_loop():
 
 
 @pytest.mark.gpu
-def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps():
+def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps(served):
     model = load_model(shape="tiny", seed=2, device="cuda")
     requests = [
         Request(f"r{i}", [(7 * i + j) % 512 for j in range(5 + 9 * i)], Sampling(max_tokens=4 + 3 * i))
@@ -115,8 +79,9 @@ def test_graphs_on_a_gpu_give_the_tokens_of_eager_steps():
         for lookahead in (False, True):
             config = replace(CONFIG, context=128, lookahead=lookahead)
             runner = ModelRunner(model, config, graphs=graphs)
-            found, ends = answers(Engine(runner, config), requests)
-            problems += [f"graphs={graphs} lookahead={lookahead}: {line}" for line in differences(found, want, ends)]
+            found, ends = served.ends_of(Engine(runner, config), requests)
+            lines = served.differences(found, want, ends)
+            problems += [f"graphs={graphs} lookahead={lookahead}: {line}" for line in lines]
     assert not problems, "\n".join(problems)
 
 
@@ -132,7 +97,7 @@ SWITCHES = {
 @pytest.mark.parametrize("switch", SWITCHES)
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_switch_gives_the_plain_loops_tokens(switch, lookahead, device):
+def test_every_switch_gives_the_plain_loops_tokens(served, switch, lookahead, device):
     """On a GPU with kernels, graphs, and copies to pinned memory and back that nobody waits for."""
     model = load_model(shape="tiny", seed=2, device=device)
     known = [(3 * j + 1) % 512 for j in range(48)]  # whole blocks, so that one request copies its last block
@@ -142,8 +107,8 @@ def test_every_switch_gives_the_plain_loops_tokens(switch, lookahead, device):
     runner = ModelRunner(model, config)
     engine = Engine(runner, config)
     for _ in range(2):  # from an empty cache each time
-        found, ends = answers(engine, requests)
-        assert not differences(found, {r.id: cached_tokens(model, r) for r in requests}, ends)
+        found, ends = served.ends_of(engine, requests)
+        assert not served.differences(found, {r.id: cached_tokens(model, r) for r in requests}, ends)
     counters = engine.counters
     assert bool(counters["swapped_blocks"]) == (switch == "swapped")
     assert bool(counters["preempted"]) == (switch in ("swapped", "computed again"))
