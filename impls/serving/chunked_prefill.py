@@ -16,7 +16,10 @@ host works), and chunks pay it once each: with budgets of some thousand tokens t
 requests come slower than they are served. With small budgets and a queue that never empties, the run takes longer by
 the steps that chunks add; a record's counter ``allowed_speedup``, then below 1, says by how much at measured prices.
 
-Both sides are one engine and the same kernels; only ``chunked_prefill`` differs.
+Both sides are one engine with the same kernels and CUDA graphs; only ``chunked_prefill`` differs. On a GPU steps with
+prompts are replayed as steps of decodes are, where a graph has room for them (:mod:`impls.serving.chunk_graphs`): to
+launch every kernel by itself can take the host longer than a small chunk takes the device, and more steps would then
+cost more than their schedule asks for.
 """
 
 from __future__ import annotations

@@ -192,8 +192,7 @@ class InRoles(RankedServe):
         self.prefills = ctx.rank < prefill_ranks
         prefill, decode = roles
         super().__init__(workload, ctx, prefill if self.prefills else decode, allowed)
-        # Prompts alone are run here, and a graph is of decode steps.
-        runner = ModelRunner(self.model, self.config, graphs=False if self.prefills else None)
+        runner = ModelRunner(self.model, self.config)
         longest = -(-self.config.context // self.config.block_size)
         self.wake = threading.Event()
         self.groups = {

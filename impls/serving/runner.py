@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from impls.serving.sampler import Draws, sample
 from impls.serving.scheduler import Chunk, EngineConfig, Step
 from impls.serving.to_device import to_device
 
+if TYPE_CHECKING:
+    from impls.serving.chunk_graphs import ChunkGraphs
+    from impls.serving.decode_graphs import DecodeGraphs
+
 #: Rows of every pass of the batch-invariant mode: one shape, so that a library has no choice of algorithm to make.
 INVARIANT_ROWS = 64
 
@@ -33,7 +38,8 @@ class ModelRunner:
         config: sizes and switches of the engine.
         kernels: attention by the Triton kernels with the rotation fused into the cache write; by default on a GPU
             only. False gathers and uses torch's attention.
-        graphs: replay decode steps as CUDA graphs captured for batch buckets; by default on a GPU with kernels.
+        graphs: replay steps as CUDA graphs, of decodes captured for batch buckets, with chunks for token buckets; by
+            default on a GPU with kernels. What no bucket holds is launched kernel by kernel.
 
     Raises:
         ValueError: the context is longer than the model's, or graphs are asked for where there are none.
@@ -63,13 +69,16 @@ class ModelRunner:
             from impls.serving.kernel_attend import RopeTable
 
             self.rope = RopeTable.of(model, config.context)
-        self.graphs = None
+        self.graphs: DecodeGraphs | None = None
+        self.chunk_graphs: ChunkGraphs | None = None
         if graphs if graphs is not None else on_gpu and self.kernels and not config.batch_invariant:
             if not (on_gpu and self.kernels):
                 raise ValueError("CUDA graphs need a CUDA GPU and kernels=True")
+            from impls.serving.chunk_graphs import ChunkGraphs
             from impls.serving.decode_graphs import DecodeGraphs
 
-            self.graphs = DecodeGraphs(self)
+            self.chunk_graphs = ChunkGraphs(self)
+            self.graphs = DecodeGraphs(self, self.chunk_graphs.pool)
 
     def _decoder(self, model: Decoder) -> Decoder:
         """The model with the parts that this way of running needs."""
@@ -106,6 +115,8 @@ class ModelRunner:
             logits = self._run_invariant(chunks)
         elif self.graphs is not None and step.decode_only and len(chunks) <= self.graphs.largest:
             logits = self.graphs.replay(chunks)
+        elif self.chunk_graphs is not None and self.chunk_graphs.holds(chunks):
+            logits = self.chunk_graphs.replay(chunks)
         else:
             logits = self._run(chunks)
         drawing = [chunk.sequence for chunk in chunks if chunk.samples]
@@ -155,32 +166,10 @@ class ModelRunner:
 
     def lay_out(self, chunks: Items[Chunk], rows: int = 0) -> tuple[Tensor, Tensor, Layout]:
         """Token ids and positions of a pass on the device, and where they stand; decodes must come first."""
-        size = self.config.block_size
         decodes = sum(chunk.length == 1 for chunk in chunks)
         total = sum(chunk.length for chunk in chunks)
-        packed = np.zeros((4, max(rows, total)), dtype=np.int64)
-        packed[2, total:] = -1
-        packed[3] = -1
-        at = 0
-        starts, lengths = [0], []
-        for chunk in chunks:
-            sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
-            places = slice(at, at + chunk.length)
-            packed[0, places] = sequence.tokens[start:stop]
-            if chunk.length == 1:
-                packed[1, at] = start
-                packed[2, at] = sequence.blocks[start // size] * size + start % size
-            else:
-                positions = np.arange(start, stop)
-                first = start // size
-                blocks = np.array(sequence.blocks[first : (stop - 1) // size + 1])
-                packed[1, places] = positions
-                packed[2, places] = blocks[positions // size - first] * size + positions % size
-            at += chunk.length
-            if packed[0, at - 1] == PENDING:
-                packed[3, at - 1] = self.drawn_rows[sequence]
-            starts.append(at)
-            lengths.append(stop)
+        packed = np.empty((4, max(rows, total)), dtype=np.int64)
+        starts, lengths = self.pack(chunks, packed)
         tables = self.tables.of(chunks)
         on_device = to_device(torch.from_numpy(packed), self.device)
         bounds = to_device(torch.tensor([*lengths, *starts], dtype=torch.int32), self.device)
@@ -199,6 +188,38 @@ class ModelRunner:
         if (packed[3] >= 0).any():
             tokens = fill_pending(tokens, on_device[3], self.drawn)
         return tokens, on_device[1], layout
+
+    def pack(self, chunks: Items[Chunk], packed: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[list[int], list[int]]:
+        """Writes each token's id, position, slot, and row among the last launch's tokens if it is pending, else -1.
+
+        ``packed`` is (4, at least as many tokens); what lies behind them becomes padding. Returns the first row of each
+        chunk with the end of the last one, and how many tokens of each sequence are in the cache after it.
+        """
+        size = self.config.block_size
+        at = 0
+        starts, lengths = [0], []
+        packed[3] = -1
+        for chunk in chunks:
+            sequence, start, stop = chunk.sequence, chunk.start, chunk.start + chunk.length
+            places = slice(at, at + chunk.length)
+            packed[0, places] = sequence.tokens[start:stop]
+            if chunk.length == 1:
+                packed[1, at] = start
+                packed[2, at] = sequence.blocks[start // size] * size + start % size
+            else:
+                positions = np.arange(start, stop)
+                first = start // size
+                blocks = np.array(sequence.blocks[first : (stop - 1) // size + 1])
+                packed[1, places] = positions
+                packed[2, places] = blocks[positions // size - first] * size + positions % size
+            at += chunk.length
+            if packed[0, at - 1] == PENDING:
+                packed[3, at - 1] = self.drawn_rows[sequence]
+            starts.append(at)
+            lengths.append(stop)
+        packed[:2, at:] = 0
+        packed[2, at:] = -1
+        return starts, lengths
 
 
 class BlockTables:

@@ -108,7 +108,7 @@ class Step:
 
     @property
     def decode_only(self) -> bool:
-        """Whether every sequence runs one token, the shape that a CUDA graph is captured for."""
+        """Whether every sequence runs one token, so that its number of sequences is its whole shape."""
         return all(chunk.length == 1 for chunk in self.chunks)
 
 
