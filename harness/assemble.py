@@ -104,7 +104,7 @@ def _record(facts: Facts, item: Item, workload: Workload, event: Mapping[str, An
         "compute_dtype": event.get("compute_dtype") or workload.dtype,
         "metrics": {},
         "missing": {},
-        "reproduce": reproduce(technique, workload),
+        "reproduce": reproduce(technique, workload, facts),
         "stack": p["stack"],
         "host": p["host"],
         "env": p["env"],
@@ -122,8 +122,8 @@ def _record(facts: Facts, item: Item, workload: Workload, event: Mapping[str, An
     return record
 
 
-def reproduce(technique: Technique, workload: Workload) -> str:
-    """The command that measures this workload again; a user's own shape and files are spelled out.
+def reproduce(technique: Technique, workload: Workload, facts: Facts) -> str:
+    """The command that measures this workload again; a user's own shape, files, bounds and price are spelled out.
 
     Files are given by their names: where they lie is the business of whoever runs the command.
     """
@@ -131,6 +131,10 @@ def reproduce(technique: Technique, workload: Workload) -> str:
     files = ("model", "trace")
     settings = [f"--set {key}={value}" for key, value in changed.items() if key not in files]
     settings += [f"--{key} {workload.dims[key]}" for key in files if key in workload.digests]
+    if technique.kind == "serve":
+        bounds = facts.slo.as_dict() if facts.slo is not None else {}
+        settings += [f"--slo-{part} {bound:g}" for part, bound in bounds.items()]
+        settings += [f"--gpu-hour-price {facts.gpu_hour_price:g}"] if facts.gpu_hour_price is not None else []
     return " ".join(["pairbench run", technique.name, f"--workload {name}", *settings])
 
 

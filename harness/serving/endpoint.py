@@ -66,6 +66,12 @@ class Endpoint:
             if not value.isprintable():
                 raise UsageError(f"endpoint {self.url}: no header can carry the {name} given, which has a line break")
 
+    @property
+    def shown(self) -> str:
+        """The URL for others to read: without a name and password that it may have."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
     def connect(self) -> http.client.HTTPConnection:
         """A fresh connection."""
         parts = urlsplit(self.url)

@@ -60,7 +60,7 @@ class PeerRunner:
             names = ", ".join(item.technique.name for item in items)
             raise UsageError(f"--peer-endpoint: {names} sends no requests; choose a serving technique")
         model = self.peer.endpoint.served_model()
-        self.settings.note(f"{self.peer.endpoint.url}: {model}")
+        self.settings.note(f"{self.peer.endpoint.shown}: {model}")
         for item in serving:
             made = []
             for workload in item.workloads:
@@ -75,6 +75,9 @@ class PeerRunner:
         technique = replace(item.technique, variants=(VariantInfo(VARIANT, peer="library"),))
         event = self._event(workload, model)
         (record,) = records_of(self.facts, replace(item, technique=technique, variants=(VARIANT,)), workload, [event])
+        record["reproduce"] += f" --peer-endpoint {self.peer.endpoint.shown}"
+        if self.peer.max_concurrency:
+            record["reproduce"] += f" --max-concurrency {self.peer.max_concurrency}"
         self.sink.append(record)
         self.records.append(record)
         self.settings.done(1)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from harness.assemble import reproduce
+from harness.assemble import Facts, reproduce
 from harness.errors import UsageError
 from harness.plan import Request, make_plan
 from harness.regress.rerun import run_command
+from harness.serving.metrics import Slo
 from harness.workload import apply_settings, parse_workload, parse_workloads, split_name
 
 RAW: dict[str, Any] = {"name": "a", "tier": "smoke", "dtype": "float32", "rows": 4, "eps": 0.5, "causal": True}
@@ -95,7 +96,10 @@ def test_the_command_of_a_point_of_a_sweep_sets_what_was_set_and_the_rate() -> N
     (item,) = make_plan(Request(["paged_kv"], workloads=["tiny"], settings={"slots": "4"}, rates=[2.0]))
     (point,) = item.workloads
     wanted = "pairbench run paged_kv --workload tiny --set slots=4 --set request_rate=2.0"
-    assert reproduce(item.technique, point) == wanted
+    assert reproduce(item.technique, point, Facts("r", {})) == wanted
+    priced = Facts("r", {}, slo=Slo(ttft=0.5, tpot=0.05), gpu_hour_price=2.5)
+    told = reproduce(item.technique, point, priced)
+    assert told == f"{wanted} --slo-ttft 0.5 --slo-tpot 0.05 --gpu-hour-price 2.5"
     assert run_command("paged_kv", point.name)[3:] == wanted.split()[1:]
 
 

@@ -122,3 +122,8 @@ def test_a_workload_is_measured_as_our_own_engine_would_be(server: ThreadingHTTP
     assert outgoing(result.trace, seed=1)[0].prompt != outgoing(result.trace, seed=2)[0].prompt
     with pytest.raises(UsageError, match="give the file with --trace"):
         measure_peer(Endpoint(base(server)), workload.replace(trace="azure.csv"))
+
+
+def test_a_password_in_a_url_is_shown_to_nobody() -> None:
+    assert Endpoint("http://me:secret@host:8000/v1?key=secret").shown == "http://host:8000/v1"
+    assert Endpoint("https://host").shown == "https://host"

@@ -46,6 +46,8 @@ def test_a_server_gets_records_of_its_own_point_by_point(server: ThreadingHTTPSe
         assert record["metrics"]["ttft_p99"]["value"] > 0
         assert record["metrics"]["goodput"]["value"] > 0
         assert record["tuned"] == {"model": "small"}
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert record["reproduce"].endswith(f" --slo-ttft 60 --peer-endpoint {url} --max-concurrency 3")
     assert [row["rate"] for row in curve(records)] == [50.0, 100.0]
     (kept,) = (tmp_path / "history").glob("*/*.jsonl")
     assert sum(json.loads(line)["type"] == "measurement" for line in kept.read_text().splitlines()) == 2
