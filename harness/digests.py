@@ -15,6 +15,8 @@ from pathlib import Path
 
 from harness.errors import UsageError
 from harness.plan import Item
+from harness.serving.sweep import RATE
+from harness.serving.workload_trace import SYNTHETIC, trace_for
 
 SAMPLE_BYTES = 1 << 20
 LOOK_LIMIT_S = 60.0
@@ -72,10 +74,11 @@ def text_digest() -> str:
 
 
 def set_digests(item: Item, model: str | None, trace: str | None) -> Item:
-    """The item with ``digests`` set on every workload that names a model file, a trace file or a text.
+    """The item with ``digests`` set on every workload that names a model file, a trace file, a text or a rate of
+    synthetic requests.
 
     Raises:
-        UsageError: such a file does not exist, or our own techniques cannot read the model.
+        UsageError: such a file does not exist, our own techniques cannot read the model, or a rate that makes no load.
     """
     workloads = []
     for workload in item.workloads:
@@ -85,6 +88,9 @@ def set_digests(item: Item, model: str | None, trace: str | None) -> Item:
                 found[key] = file_digest(Path(path).expanduser())
                 if key == "model" and item.technique.family != "external":
                     refuse_unreadable(str(Path(path).expanduser().absolute()))
+        if trace is None and workload.dims.get("trace") == SYNTHETIC and workload.dims.get(RATE):
+            # When requests come is drawn, and belongs to the load: drawn otherwise it is another one.
+            found["arrivals"] = trace_for(workload).digest
         if "text" in workload.dims:
             found["text"] = text_digest()
         workloads.append(replace(workload, digests=found) if found else workload)

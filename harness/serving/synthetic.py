@@ -12,14 +12,15 @@ from harness.serving.trace import Trace, TraceRequest
 
 
 def poisson_arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """``count`` seeded arrival times at ``rate`` a second on average; the first is at 0."""
+    """``count`` seeded arrival times at a mean rate of ``rate`` a second; the first is at 0."""
     return bursty_arrivals(count, rate, 1.0, seed)
 
 
 def bursty_arrivals(count: int, rate: float, cv: float, seed: int) -> list[float]:
     """Seeded arrivals whose gaps are gamma distributed with coefficient of variation ``cv`` (BurstGPT, section 4).
 
-    A ``cv`` of 1 is Poisson; above it requests come in bursts. The first is at 0.
+    A ``cv`` of 1 is Poisson; above it requests come in bursts. The first is at 0, and the last so that the mean rate is
+    the one asked for, as that of a file is: a few dozen gaps as they are drawn come to half or twice of it.
 
     Raises:
         UsageError: a rate or a cv that is not positive.
@@ -28,9 +29,10 @@ def bursty_arrivals(count: int, rate: float, cv: float, seed: int) -> list[float
         raise UsageError(f"arrivals: rate and cv must be positive, got {rate!r} and {cv!r}")
     if count <= 0:
         return []
-    shape = 1.0 / cv**2
-    gaps = np.random.default_rng(seed).gamma(shape, 1.0 / (rate * shape), count - 1)
-    return [0.0, *np.cumsum(gaps).tolist()]
+    times = np.cumsum(np.random.default_rng(seed).gamma(1.0 / cv**2, 1.0, count - 1))
+    if count > 1 and not times[-1] > 0:
+        raise UsageError(f"arrivals: {count} requests of cv {cv:g} are one burst, and have no rate")
+    return [0.0, *(times * ((count - 1) / rate / times[-1])).tolist()] if count > 1 else [0.0]
 
 
 def lognormal_lengths(count: int, median: float, sigma: float, low: int, high: int, seed: int) -> list[int]:

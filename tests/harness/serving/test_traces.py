@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from harness.assemble import Facts, reproduce
+from harness.digests import set_digests
 from harness.errors import UsageError
+from harness.plan import Request, make_plan
 from harness.serving.synthetic import bursty_arrivals, lognormal_lengths, poisson_arrivals, prompt_ids, synthetic_trace
 from harness.serving.trace import Shape, Trace, TraceRequest, fit
 from harness.serving.traces import load_trace
+from harness.serving.workload_trace import SYNTHETIC
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "traces"
 AZURE = SHARED / "AzureLLMInferenceTrace_conv.csv"
@@ -250,10 +254,34 @@ def test_arrivals_are_seeded_and_as_bursty_as_asked() -> None:
     for cv in (0.5, 1.0, 3.0):
         times = bursty_arrivals(20_000, 5.0, cv, 1)
         gaps = [b - a for a, b in pairwise(times)]
-        assert statistics.mean(gaps) == pytest.approx(0.2, rel=0.1)
+        assert statistics.mean(gaps) == pytest.approx(0.2)
         assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(cv, rel=0.1)
     with pytest.raises(UsageError, match="rate"):
         poisson_arrivals(5, 0.0, 1)
+
+
+@pytest.mark.parametrize("count", [2, 24, 256])
+@pytest.mark.parametrize("cv", [1.0, 3.0])
+def test_a_point_of_a_sweep_is_sent_at_its_rate_however_few_its_requests(count: int, cv: float) -> None:
+    slow, fast = (synthetic_trace(count, rate, 0, cv=cv) for rate in (4.0, 16.0))
+    assert (slow.rate, fast.rate) == (pytest.approx(4.0), pytest.approx(16.0))
+    assert [r.arrival for r in slow.requests] == pytest.approx([4 * r.arrival for r in fast.requests])
+    assert bursty_arrivals(1, 4.0, cv, 0) == [0.0]
+    with pytest.raises(UsageError, match="one burst"):
+        bursty_arrivals(3, 4.0, 1e6, 0)
+
+
+def test_arrivals_that_are_drawn_are_part_of_what_a_series_keys_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    (item,) = make_plan(Request(["chunked_prefill"], workloads=["tiny", "8b_azure"], rates=[4.0]))
+    before = {w.trace: w for w in set_digests(item, None, None).workloads}
+    monkeypatch.setattr("harness.serving.workload_trace.LENGTHS_SEED", 1)
+    after = {w.trace: w for w in set_digests(item, None, None).workloads}
+    assert before[SYNTHETIC].workload_id != after[SYNTHETIC].workload_id
+    assert reproduce(item.technique, after[SYNTHETIC], Facts("r", {})).endswith(
+        "--workload tiny --set request_rate=4.0"
+    )
+    (file,) = set(before) - {SYNTHETIC}
+    assert before[file] == after[file]
 
 
 def test_lengths_are_lognormal_within_their_range() -> None:
