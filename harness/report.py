@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from harness.tables import console, long_reasons, result_table, serve_table
+from harness.tables import console, long_reasons, print_served, result_table
 
 
 class Reporter:
@@ -70,7 +70,5 @@ class Reporter:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        served = serve_table(self._shown)
-        if served is not None:
-            self._out.print(served)
+        print_served(self._out, self._shown)
         self._shown = []

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -179,6 +180,8 @@ def of_allowed(record: Mapping[str, Any]) -> str:
     return f"{got['value'] / allowed:.0%} of {allowed:.2f}×"
 
 
+#: Wider than any table.
+WIDEST = 10_000
 #: What requests saw; a column that no record has a figure for is left out.
 SERVE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
     ("TTFT p50 · p99", lambda record: _two(record, "ttft")),
@@ -196,22 +199,30 @@ SERVE_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 )
 
 
-def serve_table(records: Sequence[Mapping[str, Any]]) -> Table | None:
-    """What the requests of serve runs saw, one row a record; None where nothing was served."""
+def print_served(out: Console, records: Sequence[Mapping[str, Any]]) -> None:
+    """What the requests of serve runs saw, one row a record, or one line where the rows are wider than the screen.
+
+    Nothing is printed where nothing was served.
+    """
     served = [record for record in records if record.get("serve") and record["metrics"]]
-    if not served:
-        return None
     cells = {name: [cell(record) for record in served] for name, cell in SERVE_COLUMNS}
     shown = {name: column for name, column in cells.items() if set(column) - {"–"}}
+    if not shown:
+        return
+    names = ("technique", "workload", "variant")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    for name in ("technique", "workload", "variant"):
-        table.add_column(name, overflow="fold", no_wrap=name != "workload")
+    for name in names:
+        table.add_column(name, no_wrap=True)
     for name in shown:
-        table.add_column(name, justify="right", no_wrap=True, overflow="fold")
+        table.add_column(name, justify="right", no_wrap=True)
     for place, record in enumerate(served):
-        names = (f"{record[name]}" for name in ("technique", "workload", "variant"))
-        table.add_row(*map(Text, names), *(column[place] for column in shown.values()))
-    return table
+        table.add_row(*(Text(str(record[name])) for name in names), *(column[place] for column in shown.values()))
+    if Measurement.get(out, out.options.update(max_width=WIDEST), table).maximum <= out.width:
+        out.print(table)
+        return
+    for place, record in enumerate(served):
+        said = ", ".join(f"{name} {column[place]}" for name, column in shown.items() if column[place] != "–")
+        out.print(f"{' '.join(str(record[name]) for name in names)}: {said}", markup=False, soft_wrap=True)
 
 
 def console(stderr: bool = False) -> Console:

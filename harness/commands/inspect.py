@@ -117,7 +117,7 @@ def _choose_technique(records: Sequence[Mapping[str, Any]], run: str, technique:
 
 def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[Mapping[str, Any]]) -> None:
     from harness.spent import describe
-    from harness.tables import console, long_reasons, result_table, seconds, serve_table
+    from harness.tables import console, long_reasons, print_served, result_table, seconds
 
     out = console()
     first = next(r for r in records if r["run"] == run)
@@ -134,9 +134,7 @@ def _print_run(records: Sequence[Mapping[str, Any]], run: str, found: Sequence[M
     out.print(result_table(found))
     for reason in long_reasons(found):
         out.print(reason, markup=False, soft_wrap=True)
-    served = serve_table(found)
-    if served is not None:
-        out.print(served)
+    print_served(out, found)
     parts = next((r["spent"] for r in records if r["run"] == run and r.get("spent")), None)
     if parts is not None:
         named = ((name.removesuffix("_s"), value) for name, value in parts.items() if name.endswith("_s"))

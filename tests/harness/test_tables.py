@@ -10,7 +10,7 @@ from rich.console import Console
 
 from harness import report
 from harness.report import Reporter
-from harness.tables import amount, seconds, serve_table, size
+from harness.tables import amount, seconds, size
 
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 REASON = f"/models/llama/model-00002-of-00009.safetensors: the tensor {TENSOR!r} of shape (14336, 4096) is missing"
@@ -68,26 +68,43 @@ def served(variant: str, speedup: float | None = None, **metrics: float) -> dict
     return {**made, "variant": variant, "metrics": {name: {"value": value} for name, value in values.items()}}
 
 
-def test_what_requests_saw_stands_under_the_table_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = Console(width=200, record=True, highlight=False, file=io.StringIO())
+def requests_saw(width: int, records: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines that the end of a run adds."""
+    out = Console(width=width, record=True, highlight=False, file=io.StringIO())
     monkeypatch.setattr(report, "console", lambda stderr=False: out)
     reporter = Reporter()
-    ttft = {"ttft_p50": 0.25, "ttft_p99": 1.5, "itl_p50": 0.002, "itl_p99": 0.0125}
-    shares = {"failed_requests": 0.125, "preemptions": 0.0}
-    reporter.show([served("baseline", **ttft, **shares, goodput=3.0, cost_per_mtok=12.5)])
-    reporter.show([served("optimized", speedup=1.7, **ttft, **shares), record("error", "it broke")])
-    assert "goodput" not in out.export_text()
+    for one in records:
+        reporter.show([one])
+    assert "TTFT" not in out.export_text()
     reporter.end()
-    (head, _, first, second) = [line for line in out.export_text().splitlines() if line.strip()][-4:]
+    return [line for line in out.export_text().splitlines() if line.strip()]
+
+
+WAITS = {"ttft_p50": 0.25, "ttft_p99": 1.5, "itl_p50": 0.002, "itl_p99": 0.0125}
+SHARES = {"failed_requests": 0.125, "preemptions": 0.0}
+SERVED = [
+    served("baseline", **WAITS, **SHARES, goodput=3.0, cost_per_mtok=12.5),
+    served("optimized", speedup=1.7, **WAITS, **SHARES),
+    record("error", "it broke"),
+]
+
+
+def test_what_requests_saw_stands_under_the_table_with_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, _, first, second = requests_saw(200, SERVED, monkeypatch)
     assert head.split("  ")[-1].strip() == "of allowed"
     for words in ("250 ms · 1.5 s", "2 ms · 12.5 ms", "3 requests/s", "12.5%", "12.5 "):
         assert words in first
     assert second.rstrip().endswith("85% of 2.00×")
     assert "preemptions" not in head  # nobody was preempted
-    assert "it broke" not in first + second
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_what_requests_saw_is_not_cut_on_a_narrow_screen(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = requests_saw(width, SERVED, monkeypatch)
+    waits = "TTFT p50 · p99 250 ms · 1.5 s, ITL p50 · p99 2 ms · 12.5 ms"
+    assert first.startswith(f"kv_cache tiny baseline: {waits}, goodput 3 requests/s, failed 12.5%, cost")
+    assert second == f"kv_cache tiny optimized: {waits}, failed 12.5%, of allowed 85% of 2.00×"
 
 
 def test_nothing_is_said_of_requests_where_none_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "TTFT" not in printed(200, [record("passed", "")], monkeypatch)
-    assert serve_table([record("passed", "")]) is None
-    assert serve_table([record("error", "it broke", serve={"span": 1.0})]) is None
+    assert requests_saw(200, [record("passed", ""), record("error", "", serve={"span": 1.0})], monkeypatch) == []
