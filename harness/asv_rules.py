@@ -5,7 +5,8 @@ asv has no hooks for these, so :func:`setup` (which asv calls when it loads the 
 * the machine's name is the GPU type, and needs no questions asked;
 * a quick run keeps its results apart, under .asv/quick, and a run that saves nothing leaves the history alone too;
 * suites that no commit holds do so as well, under .asv/dirty, and their records are marked dirty;
-* with ``--set-commit-hash``, the code that is measured must be that commit, with a clean tree;
+* with ``--set-commit-hash``, the environment must be an existing one, and the code that is measured that commit, with
+  a clean tree;
 * what is kept of results is what :mod:`harness.asv_results` says;
 * numbers that a set-up cache has written down are read from there, not by a process for each, and nothing but finite
   numbers is taken from any benchmark;
@@ -99,12 +100,18 @@ def _wrap(command: Any, before: Callable[[Any, Any], None]) -> None:
 
 def _before_measuring(conf: Any, args: Any) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    existing = [e for e in get_environments(conf, args.env_spec, verbose=False) if isinstance(e, ExistingEnvironment)]
+    environments = list(get_environments(conf, args.env_spec, verbose=False))
+    existing = [environment for environment in environments if isinstance(environment, ExistingEnvironment)]
     if existing and os.environ.get("PYTHONPATH"):
         os.environ.setdefault("ASV_PYTHONPATH", os.environ["PYTHONPATH"])  # asv takes PYTHONPATH away from benchmarks
     for environment in existing:
         _ask(environment, "import harness")
-    if existing and getattr(args, "set_commit_hash", None):
+    if getattr(args, "set_commit_hash", None):
+        if len(existing) < len(environments):
+            raise util.UserError(
+                "--set-commit-hash is for existing environments (-E existing): a built one measures the commit that it"
+                " installs, and asv would keep its numbers under another"
+            )
         _refuse_other_code(conf, args, existing)
     kept = conf.results_dir
     if getattr(args, "dry_run", False) or getattr(args, "skip_save", False):

@@ -194,6 +194,24 @@ def package_root():
         asv_rules._facts_of(Bare())
 
 
+def test_a_built_environment_stores_its_numbers_under_no_other_commit(tmp_path: Path, asv: Any) -> None:
+    code = """
+from types import SimpleNamespace
+from asv.util import UserError
+from harness import asv_rules
+found = []
+for spec in ([], ["existing", "pairbench"]):
+    try:
+        asv_rules._before_measuring(conf, SimpleNamespace(env_spec=spec, set_commit_hash="HEAD"))
+    except UserError as err:
+        found.append(str(err))
+print(json.dumps(found))
+"""
+    found = asv(code, tmp_path)
+    assert len(found) == 2
+    assert all("--set-commit-hash is for existing environments" in why for why in found)
+
+
 def test_an_existing_environment_has_a_harness_wherever_pythonpath_is_read_from(tmp_path: Path, asv: Any) -> None:
     code = """
 from types import SimpleNamespace
