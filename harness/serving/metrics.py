@@ -118,6 +118,7 @@ def summarize(
     serve["slo"] = slo.as_dict() if slo is not None else {}
     serve["span"] = run.span
     serve["offered_rate"] = middle_rate([r.arrival for r in run.requests])
+    serve["lag_growth"] = lag_growth([(r.arrival, r.e2e) for r in run.requests if r.e2e is not None])
     serve["finished_rate"] = middle_rate([r.token_times[-1] for r in run.requests if r.e2e is not None])
     serve["cache_use"] = thin(run.cache_use)
     serve["running"] = thin(run.running)
@@ -176,6 +177,24 @@ def middle_rate(times: Sequence[float]) -> float | None:
         return None
     seconds = quantile(ordered, 0.9) - quantile(ordered, 0.1)
     return 0.8 * (len(ordered) - 1) / seconds if seconds > 0 else None
+
+
+def lag_growth(answered: Sequence[tuple[float, float]]) -> float | None:
+    """How much longer answers take for each second that requests have been coming, from (arrival, end to end).
+
+    A server that keeps up has none, however long an answer takes; one that does a requests a second of b sent has
+    b/a - 1. Medians of the first and the last third, so that long answers among them do not decide; None from fewer
+    than six, or where all come at once.
+    """
+    ordered = sorted(answered)
+    third = len(ordered) // 3
+    if third < 2:
+        return None
+    (first, early), (last, late) = (
+        tuple(quantile(sorted(column), 0.5) for column in zip(*part, strict=True))
+        for part in (ordered[:third], ordered[-third:])
+    )
+    return (late - early) / (last - first) if last > first else None
 
 
 def time_mean(curve: Sequence[tuple[float, float]], end: float) -> float | None:

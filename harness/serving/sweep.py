@@ -15,7 +15,7 @@ from harness.workload import Workload, split_name
 
 RATE: Final = "request_rate"
 COLUMNS: Final = ("output_rate", "goodput", "ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "e2e_p99", "failed_requests")
-#: Below this share of the offered rate a server does not keep up, and its latencies grow with the length of the run.
+#: Below this share of what is sent a server does not keep up, and its latencies grow with the length of the run.
 KEEPS_UP: Final = 0.9
 
 
@@ -48,6 +48,13 @@ def sweep(workload: Workload, rates: Sequence[float]) -> list[Workload]:
     return [workload.replace(**{RATE: rate}) for rate in rates]
 
 
+def _keeps_up(serve: Mapping[str, Any]) -> bool | None:
+    growth, counts = serve.get("lag_growth"), serve.get("requests") or {}
+    if growth is None:
+        return None
+    return bool(1 / (1 + max(growth, 0.0)) >= KEEPS_UP and counts["finished"] >= KEEPS_UP * counts["total"])
+
+
 def _service(name: str) -> str:
     base, changed = split_name(name)
     others = ",".join(f"{key}={value}" for key, value in changed.items() if key != RATE)
@@ -57,9 +64,10 @@ def _service(name: str) -> str:
 def curve(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the throughput–latency curve: technique, variant, workload, rate, and the figures at that rate.
 
-    ``workload`` is the name without what the sweep changed. ``keeps_up`` tells whether requests were finished about as
-    fast as they were sent, in the middle of the run (:func:`harness.serving.metrics.middle_rate`); None where it cannot
-    be told. Records without a rate or without figures are left out.
+    ``workload`` is the name without what the sweep changed. ``keeps_up`` tells whether requests were answered about as
+    fast as they were sent: nearly all of them, and the last ones hardly later than the first
+    (:func:`harness.serving.metrics.lag_growth`); None where it cannot be told. ``finished_rate`` is that of the middle
+    of the run. Records without a rate or without figures are left out.
     """
     rows = []
     for record in records:
@@ -68,14 +76,13 @@ def curve(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not rate or record.get("status") != "passed" or "output_rate" not in metrics:
             continue
         serve = record.get("serve") or {}
-        sent, done = serve.get("offered_rate"), serve.get("finished_rate")
         row: dict[str, Any] = {
             "technique": record["technique"],
             "variant": record["variant"],
             "workload": _service(str(record["workload"])),
             "rate": float(rate),
-            "finished_rate": done,
-            "keeps_up": None if done is None or sent is None else done >= KEEPS_UP * sent,
+            "finished_rate": serve.get("finished_rate"),
+            "keeps_up": _keeps_up(serve),
         }
         row.update({name: metrics[name]["value"] for name in COLUMNS if name in metrics})
         rows.append(row)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.errors import UsageError
-from harness.serving.metrics import Slo, middle_rate, quantile, summarize, thin, time_mean
+from harness.serving.metrics import Slo, lag_growth, middle_rate, quantile, summarize, thin, time_mean
 from harness.serving.timeline import TimelineError, parse_timeline
 
 
@@ -157,6 +157,15 @@ def test_rates_are_those_of_the_middle_of_a_run() -> None:
     assert middle_rate([*(i / 4 for i in range(40)), 99.0]) == pytest.approx(4.0, rel=0.05)
     assert middle_rate([0.0] * 9) is None
     assert middle_rate([0.0, 1.0]) is None
+
+
+def test_answers_of_a_server_that_falls_behind_take_longer_by_the_second() -> None:
+    # Ten a second are sent and eight are answered: each second of sending adds a quarter of a second of waiting.
+    behind = [(i / 10, (i + 1) / 8 - i / 10) for i in range(200)]
+    assert lag_growth(behind) == pytest.approx(0.25)
+    assert lag_growth([(at, 3.0) for at, _ in behind]) == pytest.approx(0.0)
+    assert lag_growth([(0.0, wait) for _, wait in behind]) is None
+    assert lag_growth(behind[:5]) is None
 
 
 def test_quantiles_are_linear_between_neighbours() -> None:

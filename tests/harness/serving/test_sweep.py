@@ -42,7 +42,11 @@ def record(rate: float, variant: str = "optimized", status: str = "passed", **me
         "status": status,
         "dims": {"request_rate": rate},
         "metrics": {name: {"value": value} for name, value in metrics.items()},
-        "serve": {"offered_rate": rate, "finished_rate": min(rate, 4.0)},
+        "serve": {
+            "requests": {"finished": 40, "total": 40},
+            "finished_rate": min(rate, 4.0),
+            "lag_growth": max(rate / 4.0, 1.0) - 1,
+        },
     }
 
 
@@ -81,6 +85,17 @@ def test_a_short_run_of_a_server_that_keeps_up_is_not_held_against_its_last_answ
     assert not queueing["keeps_up"]
     (straggling,) = curve([points(lambda i: 20.0 if i == 63 else 0.5)])
     assert straggling["keeps_up"]
+    # Answers of very different lengths, most of them longer than all the sending takes.
+    (uneven,) = curve([points(lambda i: (0.1, 5.0, 2.0, 9.0, 3.0)[i % 5])])
+    assert uneven["keeps_up"]
+
+
+def test_a_server_that_fails_its_requests_does_not_keep_up_with_them() -> None:
+    losing = record(4.0, output_rate=1.0)
+    losing["serve"]["requests"] = {"finished": 30, "total": 40}
+    untold = record(4.0, output_rate=1.0)
+    untold["serve"]["lag_growth"] = None
+    assert [row["keeps_up"] for row in curve([losing, untold])] == [False, None]
 
 
 def test_other_settings_are_other_curves() -> None:
