@@ -119,6 +119,7 @@ def _differentiate(
     v = v_buf.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(HALF * ROWS, ROWS, 0)
     dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
+    columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
     rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     masked_tile = tile_start + BLOCK_N > kv_len
     tiles = gl.cdiv(q_len, BLOCK_M)
@@ -150,10 +151,8 @@ def _differentiate(
         # beside the second product, and moves nothing past a branch that reads them.
         if CAUSAL:
             if (tile * BLOCK_M < plain) | masked_tile:
-                # Keys after the last are as if no query came late enough.
-                needed = gl.where(rows < kv_len, rows - (tile * BLOCK_M + kv_len - q_len), BLOCK_M)
-                columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-                p = gl.where(gl.expand_dims(needed, 1) <= gl.expand_dims(columns, 0), p, 0.0)
+                last = gl.minimum(tile * BLOCK_M + columns + (kv_len - q_len), kv_len - 1)
+                p = gl.where(gl.expand_dims(rows, 1) <= gl.expand_dims(last, 0), p, 0.0)
         elif masked_tile:
             p = gl.where(gl.expand_dims(rows < kv_len, 1), p, 0.0)
         dp = warpgroup_mma_wait(0, deps=[dp_token])
@@ -193,8 +192,13 @@ def _differentiate(
             dq_rows += HALF * DQ_ROWS
         # Rows beyond the queries are there in the buffer, and get zeros: no mask.
         row = (batch * tiles + tile).to(gl.int64) * BLOCK_M
-        targets = dq_ptr + (row * heads + head) * HEAD_DIM + dq_rows * (heads * HEAD_DIM)
-        gl.atomic_add(gl.expand_dims(targets, 1) + gl.expand_dims(dq_cols, 0), dq, sem="relaxed")
+        targets = dq_ptr + (row * heads + head) * HEAD_DIM
+        if CAUSAL:
+            offsets = gl.expand_dims(dq_rows * (heads * HEAD_DIM), 1) + gl.expand_dims(dq_cols, 0)
+            gl.atomic_add(targets + offsets, dq, sem="relaxed")
+        else:  # fewer instructions, but under a mask the registers for it are not there
+            rows_of_dq = gl.expand_dims(targets + dq_rows * (heads * HEAD_DIM), 1)
+            gl.atomic_add(rows_of_dq + gl.expand_dims(dq_cols, 0), dq, sem="relaxed")
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=[scores_token])
 
