@@ -22,7 +22,7 @@ Memory of model states a weight: 4 + 4 + 8 bytes in float32; 2 more while autoca
 The learning rate falls like one over the width (Yang et al. 2022, "Tensor Programs V", table 3, hidden and output
 weights under Adam): AdamW's first steps move each weight by the rate, whatever its gradient, and a product adds up as
 many of those moves as the model is wide. At one rate for all widths a wide model's loss jumps about after the first
-step, and curves part by rounding alone.
+step, and whoever leaves out or rounds a step away then has another curve.
 
 How far it is right. The oracle is the step in float64. ``grad.NAME`` are the gradients of the first step, within 1/16
 of their own size: 16 bits cannot be right to a float32 bound, and rounding grows with the layers. A test holds the
