@@ -12,8 +12,8 @@ Bytes per element of e bytes (the bias is one row):
               predicted 1.33 times
 
 ``torch_compile`` makes the same single pass forward. In 16 bits it is behind, where an element's arithmetic shows
-beside its few bytes; in float32 memory alone binds both, and it can be a fraction of a percent ahead: its kernel is made
-for one contiguous shape and needs no masks and no offsets of 64 bits.
+beside its few bytes; in float32 memory alone binds both, and it can be a fraction of a percent ahead: its kernel is
+made for one contiguous shape and needs no masks and no offsets of 64 bits.
 """
 
 # Shapes: R rows (tokens), I inner width.
