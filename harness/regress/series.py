@@ -96,12 +96,19 @@ def read_series(points: Sequence[float | Point]) -> Series:
     logarithmic = bool(len(v)) and bool(np.all(v > 0))
     unit = 1.0
     if not logarithmic and np.any(v):
-        unit = float(np.median(np.abs(v[v != 0])))
+        unit = _middle(np.abs(v[v != 0]))
     scaled = _scaled(v, logarithmic, unit)
     centre = float(np.median(scaled)) if len(v) else 0.0
     x = np.round(scaled - centre, DIGITS)
     floor = float(np.median(widths)) if widths else 0.0
     return Series(v, x, at, starts, missing, floor, logarithmic, centre, unit)
+
+
+def _middle(sizes: Runs) -> float:
+    """The median of numbers above zero, and above zero itself; two of them may be too large to be added up."""
+    most = float(sizes.max())
+    by = 0.25 if most > np.finfo(np.float64).max / 2 else 1.0
+    return float(np.median(sizes * by)) / by or float(sizes.min())
 
 
 def _scaled(values: Runs, logarithmic: bool, unit: float) -> Runs:
