@@ -19,7 +19,7 @@ from harness.regress.noise import Runs, level, scale, t_quantile, two_sided_p
 from harness.regress.report import Comparison, Direction, Event, Report, Verdict
 from harness.regress.rules import RULES, Rules
 from harness.regress.segments import LOOKBACK, Noise, noise_of, segment
-from harness.regress.series import Point, Series, read_series
+from harness.regress.series import Point, Series, is_figure, read_series
 
 MEDIAN_COST = 1.2533  # standard error of a median over that of a mean, on Gaussian noise
 POWER = 0.8416  # standard errors above a threshold for a chance of four in five to pass it
@@ -305,7 +305,7 @@ def against_reference(
     """
     if reference is None:
         return None
-    pinned = np.asarray([float(v) for v in reference if math.isfinite(v)], dtype=np.float64)
+    pinned = np.asarray([float(v) for v in reference if is_figure(v)], dtype=np.float64)
     if noise is None or min(len(current), len(pinned)) < rules.persistence:
         few = f"{len(pinned)} finite runs in the reference, {len(current)} at the end of the series"
         return Comparison("too few runs", None, None, None, None, None, None, f"{few}; {rules.persistence} are needed")

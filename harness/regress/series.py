@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from harness.regress.noise import Runs
 
+#: What is larger is no measurement, and added to another it may be none even as a number: it is missing, as inf is.
+LARGEST = 1e300
 DIGITS = 12  # of the scaled runs: enough for any clock, and equal runs stay equal whatever their unit
 
 
@@ -72,6 +74,11 @@ class Series:
         return math.expm1(min(shift, 700.0)) if self.logarithmic else shift
 
 
+def is_figure(value: float) -> bool:
+    """Whether a number can be what was measured: neither NaN nor inf, nor larger than :data:`LARGEST`."""
+    return abs(value) <= LARGEST
+
+
 def read_series(points: Sequence[float | Point]) -> Series:
     """Flattens points (or bare values, one run each) into their finite runs."""
     values: list[float] = []
@@ -81,7 +88,7 @@ def read_series(points: Sequence[float | Point]) -> Series:
     for index, item in enumerate(points):
         point = item if isinstance(item, Point) else Point((float(item),))
         for k, value in enumerate(point.values):
-            if not math.isfinite(value):
+            if not is_figure(value):
                 missing += 1
                 continue
             values.append(float(value))
@@ -96,19 +103,12 @@ def read_series(points: Sequence[float | Point]) -> Series:
     logarithmic = bool(len(v)) and bool(np.all(v > 0))
     unit = 1.0
     if not logarithmic and np.any(v):
-        unit = _middle(np.abs(v[v != 0]))
+        unit = float(np.median(np.abs(v[v != 0])))
     scaled = _scaled(v, logarithmic, unit)
     centre = float(np.median(scaled)) if len(v) else 0.0
     x = np.round(scaled - centre, DIGITS)
     floor = float(np.median(widths)) if widths else 0.0
     return Series(v, x, at, starts, missing, floor, logarithmic, centre, unit)
-
-
-def _middle(sizes: Runs) -> float:
-    """The median of numbers above zero, and above zero itself; two of them may be too large to be added up."""
-    most = float(sizes.max())
-    by = 0.25 if most > np.finfo(np.float64).max / 2 else 1.0
-    return float(np.median(sizes * by)) / by or float(sizes.min())
 
 
 def _scaled(values: Runs, logarithmic: bool, unit: float) -> Runs:
