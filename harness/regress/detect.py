@@ -19,7 +19,7 @@ from harness.regress.noise import Runs, level, scale, t_quantile, two_sided_p
 from harness.regress.report import Comparison, Direction, Event, Report, Verdict
 from harness.regress.rules import RULES, Rules
 from harness.regress.segments import LOOKBACK, Noise, noise_of, segment
-from harness.regress.series import Point, Series, is_figure, read_series
+from harness.regress.series import Point, Series, median, read_series
 
 MEDIAN_COST = 1.2533  # standard error of a median over that of a mean, on Gaussian noise
 POWER = 0.8416  # standard errors above a threshold for a chance of four in five to pass it
@@ -190,7 +190,7 @@ def _event(series: Series, change: _Change, before: _Flat, after: _Flat, noise: 
     error = noise.standard_error(*sizes)
     old, new = (series.value(v) for v in ((ramp.old, ramp.new) if ramp else (before.at, after.at)))
     if not ramp:
-        old, new = (float(np.median(series.values[f.begin : f.end])) for f in (before, after))
+        old, new = (median(series.values[f.begin : f.end]) for f in (before, after))
     ratio, low, high, reason = ratio_with_interval(series, old, new, shift, MEDIAN_COST * error, noise.degrees)
     return Event(
         index=int(series.point[change.begin]),
@@ -305,7 +305,7 @@ def against_reference(
     """
     if reference is None:
         return None
-    pinned = np.asarray([float(v) for v in reference if is_figure(v)], dtype=np.float64)
+    pinned = np.asarray([float(v) for v in reference if math.isfinite(v)], dtype=np.float64)
     if noise is None or min(len(current), len(pinned)) < rules.persistence:
         few = f"{len(pinned)} finite runs in the reference, {len(current)} at the end of the series"
         return Comparison("too few runs", None, None, None, None, None, None, f"{few}; {rules.persistence} are needed")
@@ -317,7 +317,7 @@ def against_reference(
     sigma = max(noise.sigma, scale(x) if len(x) >= rules.baseline else 0.0)
     error = replace(noise, sigma=sigma).standard_error(len(current), len(x))
     shift = float(np.median(current) - np.median(x))
-    old, new = float(np.median(pinned)), series.value(float(np.median(current)))
+    old, new = median(pinned), series.value(float(np.median(current)))
     ratio, low, high, reason = ratio_with_interval(series, old, new, shift, MEDIAN_COST * error, noise.degrees)
     verdict: Literal["regressed", "improved", "unchanged"] = "unchanged"
     if abs(shift) >= 2 * rules.smallest and abs(shift) / error >= REFERENCE_Z:

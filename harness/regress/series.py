@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from harness.regress.noise import Runs
 
-#: What is larger is no measurement, and added to another it may be none even as a number: it is missing, as inf is.
-LARGEST = 1e300
 DIGITS = 12  # of the scaled runs: enough for any clock, and equal runs stay equal whatever their unit
 
 
@@ -74,9 +72,11 @@ class Series:
         return math.expm1(min(shift, 700.0)) if self.logarithmic else shift
 
 
-def is_figure(value: float) -> bool:
-    """Whether a number can be what was measured: neither NaN nor inf, nor larger than :data:`LARGEST`."""
-    return abs(value) <= LARGEST
+def median(values: Runs) -> float:
+    """The median of measured values, of which two may be too large to be added up."""
+    with np.errstate(over="ignore"):
+        middle = float(np.median(values))
+    return middle if math.isfinite(middle) else 2 * float(np.median(values / 2))
 
 
 def read_series(points: Sequence[float | Point]) -> Series:
@@ -88,7 +88,7 @@ def read_series(points: Sequence[float | Point]) -> Series:
     for index, item in enumerate(points):
         point = item if isinstance(item, Point) else Point((float(item),))
         for k, value in enumerate(point.values):
-            if not is_figure(value):
+            if not math.isfinite(value):
                 missing += 1
                 continue
             values.append(float(value))
@@ -103,7 +103,7 @@ def read_series(points: Sequence[float | Point]) -> Series:
     logarithmic = bool(len(v)) and bool(np.all(v > 0))
     unit = 1.0
     if not logarithmic and np.any(v):
-        unit = float(np.median(np.abs(v[v != 0])))
+        unit = median(np.abs(v[v != 0]))
     scaled = _scaled(v, logarithmic, unit)
     centre = float(np.median(scaled)) if len(v) else 0.0
     x = np.round(scaled - centre, DIGITS)
