@@ -183,11 +183,7 @@ def _hopper_backward(head_dim: int, base: Config) -> list[Candidate]:
     share = {128: 0.82, 64: 0.72}[head_dim]
     tiles = [
         (HopperBackwardTile(), share, why),
-        (
-            HopperBackwardTile(ahead=True),
-            share + 0.08,
-            "the next scores beside dQ's way out",
-        ),
+        (HopperBackwardTile(ahead=True), share + 0.08, "the next scores beside dQ's way out"),
     ]
     return [
         Candidate(f"hopper {tile}", "backward", head_dim, replace(base, hopper_backward=tile), share, why, "hopper")

@@ -268,20 +268,27 @@ def test_a_variant_that_is_alone_in_memory_still_tells_of_its_run(tmp_path: Path
     assert len(found["optimized"]["samples"]["values"]) == 3
 
 
-def test_the_absolute_peak_holds_no_copy_of_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was held before a case was built, and the copy of its result that is being checked, are not the case's."""
+def _plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x + y
+
+
+def _held_by_others(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where measurements will say how many bytes they were told are held by others, on a device that holds 1000."""
     others: list[int] = []
 
     def measure(call: Any, device: torch.device, held: int) -> memory.Memory:
         others.append(held)
         return memory.Memory(1, 2)
 
-    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
     monkeypatch.setattr(memory, "allocated", lambda device: 1000)
     monkeypatch.setattr(memory, "measure", measure)
-    _events(replace(_pair(baseline=plain, optimized=plain), oracle=plain), {**RAW, "direction": "forward"}, tmp_path)
+    return others
+
+
+def test_the_absolute_peak_holds_no_copy_of_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was held before a case was built, and the copy of its result that is being checked, are not the case's."""
+    others = _held_by_others(monkeypatch)
+    _events(replace(_pair(baseline=_plain, optimized=_plain), oracle=_plain), {**RAW, "direction": "forward"}, tmp_path)
     assert others == [1000 + 8 * 4 * 4] * 2
 
 
@@ -289,19 +296,9 @@ def test_weights_that_all_variants_share_count_in_the_absolute_peak_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A model that was loaded before the first variant was built was counted in none of them: 16 GB of 24."""
-    others: list[int] = []
+    others = _held_by_others(monkeypatch)
     model = torch.nn.Linear(10, 10, bias=False)
-
-    def measure(call: Any, device: torch.device, held: int) -> memory.Memory:
-        others.append(held)
-        return memory.Memory(1, 2)
-
-    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
-    monkeypatch.setattr(memory, "allocated", lambda device: 1000)
-    monkeypatch.setattr(memory, "measure", measure)
-    pair = replace(_pair(baseline=plain, optimized=plain), oracle=plain, shared=lambda workload, ctx: [model, model])
+    pair = replace(_pair(baseline=_plain, optimized=_plain), oracle=_plain, shared=lambda workload, ctx: [model, model])
     _events(pair, {**RAW, "direction": "forward"}, tmp_path)
     assert others == [1000 + 8 * 4 * 4 - 400] * 2
 
