@@ -1,10 +1,11 @@
 """Which tiles are fastest for the products of routed experts: ``python3 -m benchmarks.moe_shapes [MODEL…]``.
 
 Every product of the layer is timed by itself on a model's experts, in interleaved rounds, the present choice
-(:func:`kernels.moe_experts.launch_shapes`) among the candidates, and torch's grouped product of the same sizes beside
+(:func:`kernels.moe_plan.launch_shapes`) among the candidates, and torch's grouped product of the same sizes beside
 them; then the steps that are no products, and the whole. Printed are microseconds, and TFLOP/s or, where few tokens
 make memory bind, TB/s of the weights. A candidate whose result is another is said and not timed. Rows of a tile are
-those of the order's, so the four products over rows must agree on them: compare candidates of one number of rows.
+those of the order's, so the four products over rows must agree on them: compare candidates of one number of rows. Who
+computes a product best, our kernel or a library's, is :mod:`benchmarks.moe_plans`'s question.
 """
 
 from __future__ import annotations
@@ -20,16 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels.moe_combine import combine
-from kernels.moe_experts import (
-    Tile,
-    gate_backward,
-    gated_product,
-    launch_shapes,
-    moe_experts,
-    rows_product,
-    weights_product,
-)
+from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_product, weights_product
 from kernels.moe_order import Order, expert_order
+from kernels.moe_plan import Tile, launch_shapes
 
 SHARED_BYTES = 227 * 1024
 ROUNDS = 15

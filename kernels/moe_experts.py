@@ -8,7 +8,10 @@ Launches, however many experts there are, none of which waits for the host:
     backward  gate's backward, p's gradient, product back to x, combine, two products of weights     6
 
 Kept for backward: gate and up (P, 2F) for P = T · K pairs, and the order. The activation is computed again, its product
-with p written once; the result of the second product is not kept (:mod:`kernels.moe_products`).
+with p written once; the result of the second product is not kept (:mod:`kernels.moe_products`). Autograd sees two
+halves, gate and up and the rest, so that gate and up are freed before the gradients of their weights are made.
+
+Where experts are large and have many rows, products are torch's, with passes of ours between (:mod:`kernels.moe_plan`).
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2 (the layer); Gale et al., "MegaBlocks",
 2023 (no token dropped, none padded).
@@ -16,72 +19,18 @@ Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2 (
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
+from kernels import moe_library
 from kernels._rows import INTERPRETED, check_beside, check_float, on_device_of
 from kernels.moe_combine import combine, sum_parts
+from kernels.moe_gate import gate, gate_pass, spread
 from kernels.moe_order import Order, expert_order
+from kernels.moe_plan import Shapes, Tile, choose
 from kernels.moe_products import gate_backward_kernel, gated_kernel, rows_kernel, weights_kernel
-
-
-class Tile(NamedTuple):
-    """The shape of one product; the one place to tune."""
-
-    rows: int
-    columns: int
-    block: int  # of the sum
-    warps: int
-    stages: int
-    group: int  # tiles of rows that share a block of columns
-    turned: bool = False
-
-
-class Shapes(NamedTuple):
-    """Tiles of the products of a layer; all but `weights` have as many rows, those of the order's tiles."""
-
-    gated: Tile
-    down: Tile
-    gate_backward: Tile
-    back: Tile
-    weights: Tile
-
-
-def launch_shapes(pairs: int, experts: int, itemsize: int, whole: bool = True) -> Shapes:
-    """By the rows that an expert has on average, which is all that the host knows.
-
-    Up to 64 the products bind to memory: turned, tiles of rows that hold an expert's rows in one as a rule (half as
-    many again as the average), 32 to 48 KiB a stage, two programs a multiprocessor. Beyond that 128 rows and 256
-    columns, the largest whose float32 sums (128 registers a thread) leave room; the gated product has them as 128 of
-    the gate and 128 of up. The product of weights finds its rows through the order, whose loads take every other of its
-    stages. Float32 goes without tensor cores and takes what fits.
-
-    whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
-    """
-    average = triton.cdiv(pairs, experts)
-    rows = max(16, min(128, triton.next_power_of_2(average + average // 2)))
-    if itemsize == 4:
-        rows = min(rows, 32)
-        small = Tile(rows, 32, 32, 4, 2, 8)
-        return Shapes(small, small, small, small, Tile(32, 32, 32, 4, 2, 8))
-    if not whole:
-        small = Tile(min(rows, 64), 64, 32, 4, 2, 8)
-        return Shapes(small, small, small, small, Tile(64, 64, 32, 4, 2, 8))
-    weights = Tile(128, 256, 64, 8, 7, 8)
-    if rows <= 64:
-        few = Tile(rows, 128, 64, 4, 4, 64)
-        return Shapes(
-            Tile(rows, 64, 64, 4, 4, 64, turned=True), few._replace(turned=True), few._replace(columns=64), few, weights
-        )
-    many = Tile(128, 256, 64, 8, 4, 8)
-    return Shapes(many._replace(columns=128), many, many, many, weights)
-
-
-def _shapes(pairs: int, x: torch.Tensor, gate_up: torch.Tensor) -> Shapes:
-    experts, double, width = gate_up.shape
-    return launch_shapes(pairs, experts, x.element_size(), whole=(double // 2) % 16 == width % 16 == 0)
 
 
 def _options(dtype: torch.dtype) -> dict[str, bool]:
@@ -99,6 +48,9 @@ def gated_product(
     x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, order: Order, choices: int, tile: Tile, keep: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """act (P, F), and with ``keep`` gate and up (P, 2F) beside it, for gate above up (E, 2F, D)."""
+    if tile.by != "pointers":
+        kept = rows_product(spread(x_TD, order, choices), gate_up_EHD, order, tile, across=False)
+        return gate(kept, order), kept
     pairs, many = order.order_R.shape[0], order.tiles_3N.shape[1]
     inner, width = gate_up_EHD.shape[1] // 2, x_TD.shape[1]
     act = x_TD.new_empty(pairs, inner)
@@ -113,6 +65,8 @@ def gated_product(
 
 def rows_product(a_PK: torch.Tensor, weight: torch.Tensor, order: Order, tile: Tile, across: bool) -> torch.Tensor:
     """a (P, K) times the weights (E, N, K) of each row's expert, or (E, K, N) with ``across``: (P, N)."""
+    if tile.by != "pointers":
+        return moe_library.product(a_PK, weight, order, across, each=tile.by == "mm")
     many, length = order.tiles_3N.shape[1], a_PK.shape[1]
     columns = weight.shape[2 if across else 1]
     out = a_PK.new_empty(a_PK.shape[0], columns)
@@ -131,8 +85,15 @@ def gate_backward(
     router_TK: torch.Tensor,
     order: Order,
     tile: Tile,
+    rows_PD: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of gate and up (P, 2F), p · act (P, F), and parts (blocks of F, P) of p's gradient in float32."""
+    """Gradients of gate and up (P, 2F), p · act (P, F), and parts (blocks of F, P) of p's gradient in float32.
+
+    ``rows``: the output's gradient of every row, where it is spread already.
+    """
+    if tile.by != "pointers":
+        rows_PD = spread(grad_TD, order, router_TK.shape[1]) if rows_PD is None else rows_PD
+        return gate_pass(rows_product(rows_PD, down_EDF, order, tile, across=True), kept_PH, router_TK, order)
     pairs, many = order.order_R.shape[0], order.tiles_3N.shape[1]
     width, inner = down_EDF.shape[1:]
     blocks = triton.cdiv(inner, tile.columns)
@@ -148,9 +109,22 @@ def gate_backward(
 
 
 def weights_product(
-    a: torch.Tensor, b: torch.Tensor, order: Order, choices: int, tile: Tile, gather_a: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    order: Order,
+    choices: int,
+    tile: Tile,
+    gather_a: bool,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Σ over an expert's rows of a[r, m] · b[r, n]: (E, M, N); one of both, a with ``gather_a``, has a row a token."""
+    """Σ over an expert's rows of a[r, m] · b[r, n]: (E, M, N); one of both, a with ``gather_a``, has a row a token.
+
+    ``rows``: that one's rows by expert, where they are spread already.
+    """
+    if tile.by != "pointers":
+        rows = spread(a if gather_a else b, order, choices) if rows is None else rows
+        a, b = (rows, b) if gather_a else (a, rows)
+        return moe_library.weights_product(a, b, order, each=tile.by == "mm")
     experts, m, n = order.ends_E.shape[0], a.shape[1], b.shape[1]
     out = a.new_empty(experts, m, n)
     grid = (experts * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)
@@ -185,67 +159,105 @@ def _check(
     check_beside("router", router, "x", x, dtypes=(torch.float32,))
 
 
-def _forward(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    router: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    most: int | None,
-    keep: bool,
-) -> tuple[torch.Tensor, Order, torch.Tensor | None]:
-    tokens, choices = experts.shape
-    pairs = tokens * choices if most is None else min(tokens * choices, most)
-    shapes = _shapes(pairs, x, gate_up)
-    with on_device_of(x):
-        order = expert_order(experts, gate_up.shape[0], shapes.gated.rows, most)
-        if not order.order_R.numel():
-            return torch.zeros_like(x), order, x.new_empty(0, gate_up.shape[1])
-        act, kept = gated_product(x, gate_up, order, choices, shapes.gated, keep)
-        rows = rows_product(act, down, order, shapes.down, across=False)
-        return combine(rows, order.slots_P, router, tokens, choices), order, kept
+def _sort(
+    experts: torch.Tensor, count: int, plan: Shapes | None, most: int | None, *layer: torch.Tensor
+) -> tuple[Order, Shapes]:
+    """The pairs' order by expert, and who computes the layer of tokens, gate and up, and down."""
+    pairs = experts.numel() if most is None else min(experts.numel(), most)
+    shapes = choose(pairs, *layer) if plan is None else plan
+    order = expert_order(experts, count, shapes.rows, most)
+    if any(tile.by == "mm" for tile in shapes):
+        order = order._replace(spans=moe_library.spans(order))
+    return order, shapes
 
 
-class _Experts(torch.autograd.Function):
+class _GateUp(torch.autograd.Function):
+    """act (P, F), which has no gradient of its own, beside gate and up (P, 2F), whose gradient stands for both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gate_up: torch.Tensor, order: Order, choices: int, shapes: Shapes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        act, kept = gated_product(x, gate_up, order, choices, shapes.gated, keep=True)
+        assert kept is not None
+        ctx.mark_non_differentiable(act)
+        ctx.set_materialize_grads(False)
+        ctx.rest = choices, shapes, order.tile, order.spans
+        ctx.save_for_backward(x, gate_up, *order[:4])
+        return act, kept
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: None, grad_kept: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate_up, *places = ctx.saved_tensors
+        choices, shapes, *rest = ctx.rest
+        order = Order(*places, *rest)
+        grad_x = grad_gate_up = None
+        with on_device_of(x):
+            if ctx.needs_input_grad[0]:
+                rows = rows_product(grad_kept, gate_up, order, shapes.back, across=True)
+                grad_x = combine(rows, order.slots_P, None, x.shape[0], choices)
+                del rows
+            if ctx.needs_input_grad[1]:
+                grad_gate_up = weights_product(grad_kept, x, order, choices, shapes.weights, gather_a=False)
+        return grad_x, grad_gate_up, None, None, None
+
+
+class _Down(torch.autograd.Function):
+    """The layer's output (T, D) from act and what it was made of."""
+
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        experts: torch.Tensor,
+        kept: torch.Tensor,
+        act: torch.Tensor,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
         down: torch.Tensor,
-        most: int | None,
+        order: Order,
+        shapes: Shapes,
     ) -> torch.Tensor:
-        out, order, kept = _forward(x, experts, router, gate_up, down, most, keep=True)
-        ctx.tile = order.tile
-        ctx.save_for_backward(x, router, gate_up, down, kept, *order[:4])
-        return out
+        ctx.rest = shapes, order.tile, order.spans
+        ctx.save_for_backward(kept, router, down, *order[:4])
+        return _results(act, router, down, order, shapes)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, router, gate_up, down, kept, *places = ctx.saved_tensors
-        order = Order(*places, ctx.tile)
-        if not order.order_R.numel():
-            return torch.zeros_like(x), None, *(torch.zeros_like(t) for t in (router, gate_up, down)), None
-        tokens, choices = router.shape
-        shapes = _shapes(len(order.order_R), x, gate_up)
+        kept, router, down, *places = ctx.saved_tensors
+        shapes, *rest = ctx.rest
+        order = Order(*places, *rest)
+        choices = router.shape[1]
         grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
-        need_x, _, need_router, need_gate_up, need_down, _ = ctx.needs_input_grad
-        grad_x = grad_router = grad_gate_up = grad_down = None
-        with on_device_of(x):
-            grad_kept, weighted, parts = gate_backward(grad_out, down, kept, router, order, shapes.gate_backward)
+        need_kept, _, need_router, need_down, *_ = ctx.needs_input_grad
+        grad_router = grad_down = None
+        with on_device_of(kept):
+            library = "pointers" not in (shapes.gate_backward.by, shapes.weights.by)
+            rows = spread(grad_out, order, choices) if library else None
+            grad_kept, weighted, parts = gate_backward(grad_out, down, kept, router, order, shapes.gate_backward, rows)
             if need_router:
                 grad_router = sum_parts(parts, order.slots_P, router)
-            if need_x:
-                rows = rows_product(grad_kept, gate_up, order, shapes.back, across=True)
-                grad_x = combine(rows, order.slots_P, None, tokens, choices)
-            if need_gate_up:
-                grad_gate_up = weights_product(grad_kept, x, order, choices, shapes.weights, gather_a=False)
             if need_down:
-                grad_down = weights_product(grad_out, weighted, order, choices, shapes.weights, gather_a=True)
-        return grad_x, None, grad_router, grad_gate_up, grad_down, None
+                grad_down = weights_product(grad_out, weighted, order, choices, shapes.weights, True, rows)
+        return grad_kept if need_kept else None, None, grad_router, grad_down, None, None
+
+
+class _Nothing(torch.autograd.Function):
+    """The output for no pair at all: zeros, as are its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.zeros_like(tensors[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(tensor) for tensor in ctx.saved_tensors)
+
+
+def _results(act: torch.Tensor, router: torch.Tensor, down: torch.Tensor, order: Order, shapes: Shapes) -> torch.Tensor:
+    rows = rows_product(act, down, order, shapes.down, across=False)
+    return combine(rows, order.slots_P, router, *router.shape)
 
 
 def moe_experts(
@@ -255,6 +267,7 @@ def moe_experts(
     gate_up_EHD: torch.Tensor,
     down_EDF: torch.Tensor,
     most: int | None = None,
+    plan: Shapes | None = None,
 ) -> torch.Tensor:
     """The layer's routed experts, (T, D), differentiable once in all but ``experts``.
 
@@ -266,12 +279,22 @@ def moe_experts(
         down_EDF: (E, D, F), x's dtype, contiguous.
         most: how many pairs of a token and one of these experts there are at most, where the caller knows that many
             have none of these: what is kept in memory is made for so many. Pairs beyond them add nothing.
+        plan: who computes each product, and in which tiles; else :func:`kernels.moe_plan.choose` says.
 
     Raises:
         ValueError: a shape, stride, dtype or device outside what is said here; the argument is named.
     """
     _check(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, router_TK, gate_up_EHD, down_EDF)):
-        out: torch.Tensor = _Experts.apply(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF, most)
-        return out
-    return _forward(x_TD, experts_TK, router_TK, gate_up_EHD, down_EDF, most, keep=False)[0]
+    with on_device_of(x_TD):
+        layer = x_TD, gate_up_EHD, down_EDF
+        order, shapes = _sort(experts_TK, gate_up_EHD.shape[0], plan, most, *layer)
+        if not order.order_R.numel():
+            nothing: torch.Tensor = _Nothing.apply(x_TD, router_TK, gate_up_EHD, down_EDF)
+            return nothing
+        choices = experts_TK.shape[1]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, router_TK, gate_up_EHD, down_EDF)):
+            act, kept = _GateUp.apply(x_TD, gate_up_EHD, order, choices, shapes)
+            out: torch.Tensor = _Down.apply(kept, act, router_TK, down_EDF, order, shapes)
+            return out
+        act, _ = gated_product(x_TD, gate_up_EHD, order, choices, shapes.gated, keep=False)
+        return _results(act, router_TK, down_EDF, order, shapes)

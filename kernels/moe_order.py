@@ -46,6 +46,9 @@ class Order(NamedTuple):
         torch.Tensor
     )  # of every tile: its expert (-1: there is no such tile), its first row, the row after its last
     tile: int  # rows a tile
+    spans: list[tuple[int, int]] | None = (
+        None  # every expert's first row and the row after its last, where the host knows
+    )
 
 
 @triton.jit

@@ -1,11 +1,15 @@
 """The routed experts against a dense formula in float64, every gradient: odd shapes, empty experts, skew, refusals."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
 import kernels.moe_experts as module
 from kernels.moe_combine import combine
-from kernels.moe_experts import Tile, launch_shapes, moe_experts
+from kernels.moe_experts import moe_experts
+from kernels.moe_plan import GROUPED_MM, MM, Shapes, Tile, launch_shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
@@ -35,13 +39,13 @@ def drawn(tokens, choices, count, width, inner, dtype, experts=None):
     return experts.to(DEVICE), tensors, normal(tokens, width).to(dtype).to(DEVICE)
 
 
-def check(experts, tensors, grad, assert_near, units):
+def check(experts, tensors, grad, assert_near, units, plan=None):
     def computed(function, leaves, grad):
         leaves = [t.clone().requires_grad_() for t in leaves]
         out = function(leaves[0], experts, *leaves[1:])
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
-    got = computed(moe_experts, tensors, grad)
+    got = computed(partial(moe_experts, plan=plan), tensors, grad)
     want = computed(dense, [t.double() for t in tensors], grad.double())
     for mine, truth, tensor in zip(got, want, [tensors[0], *tensors], strict=True):
         assert mine.dtype == tensor.dtype
@@ -149,10 +153,76 @@ def test_both_ways_of_a_product_and_of_its_tiles_agree(turned, columns, monkeypa
     tile = Tile(16, 32, 16, 4, 2, 3, turned=turned)
     plain = tile._replace(turned=False)
     back, weights = tile._replace(columns=16), plain._replace(rows=32)
-    shapes = module.Shapes(tile, tile, plain._replace(columns=columns), back, weights)
-    monkeypatch.setattr(module, "launch_shapes", lambda *_, **__: shapes)
+    plan = Shapes(tile, tile, plain._replace(columns=columns), back, weights)
     sizes = (23, 2, 3, 41, 37) if columns < 37 else (7, 2, 2, 24, 150)
-    check(*drawn(*sizes, torch.float16), assert_near, units=4)
+    check(*drawn(*sizes, torch.float16), assert_near, units=4, plan=plan)
+
+
+OURS = Tile(16, 16, 16, 4, 2, 3)
+PLANS = {
+    "grouped_mm": Shapes(*[GROUPED_MM] * 5),
+    "mm": Shapes(*[MM] * 5),
+    "first ours": Shapes(OURS, MM, GROUPED_MM, MM, OURS),
+    "last ours": Shapes(GROUPED_MM, OURS, OURS, GROUPED_MM, MM),
+}
+TO_ONE = [[2, 2]] * 70
+UNEVEN = [[4, 1]] * 33 + [[1, 4], [0, 4]] + [[4, -1], [7, 1]]  # two experts without a token; two that are not here
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("experts", [TO_ONE, UNEVEN, None], ids=["to one", "uneven", "drawn"])
+def test_every_plan_equals_float64_with_every_gradient(plan, experts, assert_near):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # what a device's library takes
+    sizes = (len(experts or range(41)), 2, 5, 72, 40)
+    experts = None if experts is None else torch.tensor(experts)
+    _, _, _, *grads = check(*drawn(*sizes, dtype, experts), assert_near, units=4 if DEVICE == "cuda" else 16, plan=plan)
+    if experts is not None:
+        for grad in grads:
+            assert not grad[[e for e in range(5) if not (experts == e).any()]].any()
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_plan_keeps_a_nan_with_its_tokens_and_leaves_room_out(plan):
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    experts, tensors, _ = drawn(9, 2, 3, 24, 16, dtype, torch.tensor([[0, 9], [2, 0], [-1, 9]] * 3))
+    tensors[0][4, 3] = float("nan")
+    out = moe_experts(tensors[0], experts, *tensors[1:], plan=plan, most=9)
+    assert out.isnan().any(1).tolist() == [token == 4 for token in range(9)]
+    assert not out[[2, 5, 8]].any()
+    assert moe_experts(tensors[0], experts, *tensors[1:], plan=plan, most=0).isfinite().all()
+
+
+def test_gate_and_up_are_freed_before_their_weights_gradient_is_made(monkeypatch):
+    experts, tensors, grad = drawn(20, 2, 3, 24, 16, torch.float32)
+    alive = []
+
+    def forward(*arguments, **keywords):
+        act, kept = gated_product(*arguments, **keywords)
+        weakref.finalize(kept.untyped_storage(), alive.clear)
+        alive.append("kept")
+        return act, kept
+
+    def weights(*arguments, **keywords):
+        seen.append(list(alive))
+        return weights_product(*arguments, **keywords)
+
+    seen, gated_product, weights_product = [], module.gated_product, module.weights_product
+    monkeypatch.setattr(module, "gated_product", forward)
+    monkeypatch.setattr(module, "weights_product", weights)
+    leaves = [t.requires_grad_() for t in tensors]
+    torch.autograd.grad(moe_experts(leaves[0], experts, *leaves[1:]), leaves, grad)
+    assert seen == [["kept"], []]
+
+
+def test_a_large_layer_is_the_library_s_only_where_it_takes_it_and_experts_are_large():
+    mixtral, qwen3 = {"expert_size": 2 * 14336 * 4096}, {"expert_size": 2 * 768 * 2048}
+    assert set(launch_shapes(8192, 8, 2, library=True, **mixtral)) == {GROUPED_MM}
+    for shapes in (
+        launch_shapes(8192, 8, 2, library=False, **mixtral),
+        launch_shapes(128, 8, 2, library=True, **mixtral),
+        launch_shapes(32768, 128, 2, library=True, **qwen3),
+    ):
+        assert {tile.by for tile in shapes} == {"pointers"}
 
 
 def test_combine_adds_choices_in_float32():

@@ -1,10 +1,13 @@
 """The candidates of benchmarks/moe_shapes.py: each product gives the same with each of them, and all have some."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from benchmarks import moe_plans
 from benchmarks.moe_shapes import MODELS, Layer, Model, candidates, main
-from kernels.moe_experts import Tile, launch_shapes
+from kernels.moe_plan import Shapes, Tile, launch_shapes
 
 PRODUCTS = ("gated", "down", "gate_backward", "back", "weights")
 
@@ -32,7 +35,33 @@ def test_a_product_gives_the_same_whatever_its_tile():
         torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_every_way_of_a_product_gives_the_same_and_every_plan_the_layer():
+    torch.manual_seed(0)
+    layer = Layer(Model(11, 24, 16, 3, 2), "cuda" if torch.cuda.is_available() else "cpu")
+    tile = Tile(16, 32, 32, 4, 2, 2)
+    layer.present = Shapes(tile, tile, tile, tile, tile)
+    step = moe_plans.Step(layer)
+    for product in moe_plans.PRODUCTS:
+        found: dict[torch.Size, list[torch.Tensor]] = {}
+        for plan in moe_plans.ways(layer.present).values():
+            result = step.products(plan)[product]().float()
+            found.setdefault(result.shape, []).append(result)
+        assert max(map(len, found.values())) >= 2
+        for results in found.values():
+            for result in results[1:]:
+                torch.testing.assert_close(result, results[0], rtol=2e-2, atol=2e-2)
+    for call in step.passes().values():
+        call()
+    truth = step.truth()
+    slack = 2 if torch.cuda.is_available() else 4  # the interpreter cuts bfloat16 off instead of rounding it
+    base = moe_plans.errors(step.both(moe_plans.grouped_mm), truth)
+    for plan in moe_plans.plans(layer.present).values():
+        found_errors = moe_plans.errors(step.both(partial(moe_plans.moe_experts, plan=plan)), truth)
+        assert all(mine <= slack * plain for mine, plain in zip(found_errors, base, strict=True))
+
+
+@pytest.mark.parametrize("main", [main, moe_plans.main])
+def test_without_a_gpu_it_says_so(main, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["qwen3_4k"]) == 2
     assert "no GPU" in capsys.readouterr().err

@@ -1,0 +1,227 @@
+"""Who computes the products of routed experts fastest: ``python3 -m benchmarks.moe_plans [MODEL…]``, about a minute.
+
+Every product of a training step is timed by itself on a model's experts with each way of computing it, in interleaved
+rounds, then the passes between products, then the whole step with each plan (:mod:`kernels.moe_plan`) beside torch's
+grouped product, eager and compiled. Results are checked first: a product's against the others' of its name, a step's
+output and every gradient against the same in float32, as a multiple of the error of torch's grouped product there.
+
+Printed are milliseconds and TFLOP/s; for a step milliseconds forward and for both, GiB of its peak, and that multiple.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.moe_shapes import MODELS, Layer, seconds
+from impls.moe.moe_grouped_experts import grouped_mm, oracle
+from kernels.moe_combine import combine
+from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_product, weights_product
+from kernels.moe_gate import gate, gate_pass, spread
+from kernels.moe_library import spans
+from kernels.moe_order import expert_order
+from kernels.moe_plan import GROUPED_MM, MM, Shapes, Tile, launch_shapes
+
+#: An error above this share of the largest result is said and the candidate not timed.
+LARGEST_ERROR = 2.0**-6
+PRODUCTS = ("gate and up", "down", "grad of act", "grad of x", "weights, up", "weights, down")
+
+
+def ways(present: Shapes) -> dict[str, Shapes]:
+    """Plans of which every product is computed in one way."""
+    return {"ours": present, "grouped_mm": Shapes(*[GROUPED_MM] * 5), "mm": Shapes(*[MM] * 5)}
+
+
+def plans(present: Shapes) -> dict[str, Shapes]:
+    """Plans for a whole step: each way alone, and those that keep our gate's ends."""
+    mixed = {"our gate, grouped_mm": present._replace(down=GROUPED_MM, back=GROUPED_MM, weights=GROUPED_MM)}
+    mixed["ours, grouped weights"] = present._replace(weights=GROUPED_MM)
+    mixed["grouped_mm, mm weights"] = Shapes(*[GROUPED_MM] * 4, MM)
+    return ways(present) | mixed
+
+
+class Step:
+    """A layer's tensors by row, and its products as calls for a plan."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.choices = layer, layer.model.choices
+        self.orders = {rows: self._order(rows) for rows in (16, layer.present.rows)}
+        self.rows = spread(layer.x, self._order(16), self.choices)
+        self.grad_rows = spread(layer.grad, self._order(16), self.choices)
+        self.weighted = layer.act
+
+    def _order(self, rows: int) -> Any:
+        order = self.layer.order(rows)
+        return order._replace(spans=spans(order))
+
+    def products(self, plan: Shapes) -> dict[str, Callable[[], torch.Tensor]]:
+        """Its products, without the passes beside them but with the ends that a product of ours has."""
+        layer, order, choices = self.layer, self.orders[plan.rows], self.choices
+
+        def gate_and_up(tile: Tile) -> torch.Tensor:
+            if tile.by == "pointers":
+                return gated_product(layer.x, layer.gate_up, order, choices, tile, keep=True)[0]
+            return rows_product(self.rows, layer.gate_up, order, tile, across=False)
+
+        def grad_of_act(tile: Tile) -> torch.Tensor:
+            if tile.by == "pointers":
+                return gate_backward(layer.grad, layer.down, layer.kept, layer.router, order, tile)[0]
+            return rows_product(self.grad_rows, layer.down, order, tile, across=True)
+
+        weights = plan.weights
+        return {
+            "gate and up": lambda: gate_and_up(plan.gated),
+            "down": lambda: rows_product(layer.act, layer.down, order, plan.down, across=False),
+            "grad of act": lambda: grad_of_act(plan.gate_backward),
+            "grad of x": lambda: rows_product(layer.kept, layer.gate_up, order, plan.back, across=True),
+            "weights, up": lambda: weights_product(layer.kept, layer.x, order, choices, weights, False, self.rows),
+            "weights, down": lambda: weights_product(
+                layer.grad, self.weighted, order, choices, weights, True, self.grad_rows
+            ),
+        }
+
+    def passes(self) -> dict[str, Callable[[], object]]:
+        """What lies between products."""
+        layer, order, choices = self.layer, self.orders[16], self.choices
+        grad = layer.act.clone()
+        return {
+            "order": lambda: expert_order(layer.chosen, layer.model.experts, 16),
+            "spread": lambda: spread(layer.x, order, choices),
+            "gate": lambda: gate(layer.kept, order),
+            "gate backward": lambda: gate_pass(grad, layer.kept, layer.router, order),
+            "combine": lambda: combine(self.rows, order.slots_P, layer.router, layer.model.tokens, choices),
+        }
+
+    def flops(self, product: str) -> float:
+        """2·P·D·F, twice that where gate and up are both in it."""
+        return self.layer.flops("gated" if product in ("gate and up", "grad of x", "weights, up") else "down")
+
+    def leaves(self) -> list[torch.Tensor]:
+        """x, router, gate and up, and down, which want a gradient."""
+        layer = self.layer
+        return [t.detach().requires_grad_() for t in (layer.x, layer.router, layer.gate_up, layer.down)]
+
+    def both(self, function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """Output and gradients."""
+        leaves = self.leaves()
+        out = function(leaves[0], self.layer.chosen, *leaves[1:])
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.layer.grad)]
+
+    def truth(self) -> list[torch.Tensor]:
+        """Output and gradients by the definition in float32."""
+        leaves = [t.detach().float().requires_grad_() for t in self.leaves()]
+        out = oracle(leaves[0], self.layer.chosen, *leaves[1:])
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.layer.grad.float())]
+
+
+def errors(found: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
+    """The relative error of each in norm."""
+    return [float((a.float() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+
+
+def tried(name: str, call: Callable[[], Any]) -> Any:
+    """What a call gives; None, said, where it fails."""
+    try:
+        return call()
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}")
+        return None
+
+
+def measure_products(name: str, step: Step) -> None:
+    """One line a product: each way's milliseconds and TFLOP/s."""
+    calls: dict[str, Callable[[], object]] = {}
+    for product in PRODUCTS:
+        wants: dict[torch.Size, torch.Tensor] = {}
+        for way, plan in ways(step.layer.present).items():
+            call = step.products(plan)[product]
+            found = tried(f"{product}, {way}", call)
+            if found is None:
+                continue
+            want = wants.setdefault(found.shape, found)
+            off = float((found - want).abs().max() / want.abs().max())
+            if off <= LARGEST_ERROR or (product == "grad of act" and way == "ours"):
+                calls[f"{product}|{way}"] = call
+            else:
+                print(f"{product}, {way}: its largest error is {off:.2g} of the largest result")
+    times = seconds(calls)
+    for product in PRODUCTS:
+        said = (
+            f"{key.split('|')[1]} {1e3 * time:.3f}/{step.flops(product) / time / 1e12:.0f}"
+            for key, time in times.items()
+            if key.startswith(product + "|")
+        )
+        print(f"{name} {product:13} {'  '.join(said)}", flush=True)
+    found = seconds(step.passes())
+    print(f"{name} passes, µs: " + ", ".join(f"{label} {1e6 * time:.0f}" for label, time in found.items()), flush=True)
+
+
+def measure_steps(name: str, step: Step, compiled: bool) -> None:
+    """One line a plan: milliseconds forward, both, GiB of both's peak, and its error over torch's grouped product's."""
+    functions: dict[str, Callable[..., torch.Tensor]] = {"torch_grouped_mm": grouped_mm}
+    if compiled:
+        functions["torch_compile"] = torch.compile(grouped_mm)
+    for label, plan in plans(step.layer.present).items():
+        functions[label] = lambda *tensors, plan=plan: moe_experts(*tensors, plan=plan)
+    truth = step.truth()
+    base = errors(step.both(grouped_mm), truth)
+    ratio: dict[str, float] = {}
+    peak: dict[str, float] = {}
+    for label, function in functions.items():
+        results = tried(label, lambda f=function: step.both(f))
+        if results is None:
+            continue
+        ratio[label] = max(a / b for a, b in zip(errors(results, truth), base, strict=True))
+        del results
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step.both(function)
+        peak[label] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    del truth
+    tensors = step.leaves()
+    inputs = [tensors[0].detach(), step.layer.chosen, *(t.detach() for t in tensors[1:])]
+    calls: dict[str, Callable[[], object]] = {}
+    for label in ratio:
+        calls[label + "|forward"] = lambda f=functions[label]: f(*inputs)
+        calls[label + "|both"] = lambda f=functions[label]: step.both(f)
+        calls[label + "|forward"]()
+    times: Mapping[str, float] = seconds(calls)
+    work = 3 * sum(step.flops(product) for product in ("gate and up", "down"))
+    for label in sorted(ratio, key=lambda label: times[label + "|both"]):
+        both = times[label + "|both"]
+        print(
+            f"{name} {label:23} forward {1e3 * times[label + '|forward']:7.3f}  both {1e3 * both:7.3f} ms "
+            f"{work / both / 1e12:4.0f} TFLOP/s  {peak[label]:.2f} GiB  error x{ratio[label]:.2f}",
+            flush=True,
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures the named models, or Mixtral's and Qwen3's of 4,096 tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="*", choices=[*MODELS, []], help=", ".join(MODELS))
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    asked = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("no GPU here: the interpreter's times say nothing", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    for name in asked.model or ["mixtral_4k", "qwen3_4k"]:
+        model = MODELS[name]
+        layer = Layer(model, "cuda")
+        layer.present = launch_shapes(model.tokens * model.choices, model.experts, 2)
+        step = Step(layer)
+        measure_products(name, step)
+        measure_steps(name, step, not asked.no_compile)
+        del layer, step
+        torch.compiler.reset()  # the next model's sizes are compiled as they are, too
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

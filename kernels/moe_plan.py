@@ -1,0 +1,116 @@
+"""Who computes the products of routed experts, and in which tiles: the one place to tune.
+
+A product is computed by one of
+
+    pointers      our kernel (:mod:`kernels.moe_products`), which finds tokens through the order and has the gate at its
+                  end: no pass over the pairs beside the products
+    grouped_mm    torch's product over groups, between passes of ours (:mod:`kernels.moe_gate`)
+    mm            torch's product, expert after expert; the host waits until it knows how many rows each has
+
+and each product of a layer may be another's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+
+By = Literal["pointers", "grouped_mm", "mm"]
+#: Rows an expert has on average from which the library's product pays for the passes beside it, and how large its
+#: gate and up must be for that: small ones make many small tiles, of which our kernel has the gate's end for nothing.
+LIBRARY_ROWS, LIBRARY_SIZE = 512, 2**25
+
+
+class Tile(NamedTuple):
+    """The shape of one product, and who computes it; a library chooses its own shape."""
+
+    rows: int
+    columns: int
+    block: int  # of the sum
+    warps: int
+    stages: int
+    group: int  # tiles of rows that share a block of columns
+    turned: bool = False
+    by: By = "pointers"
+
+
+class Shapes(NamedTuple):
+    """Tiles of the products of a layer; ours but `weights` have as many rows, those of the order's tiles."""
+
+    gated: Tile
+    down: Tile
+    gate_backward: Tile
+    back: Tile
+    weights: Tile
+
+    @property
+    def rows(self) -> int:
+        """Rows of the order's tiles; any number where no product of ours takes them."""
+        return max(16, *(tile.rows for tile in self[:4]))
+
+
+GROUPED_MM = Tile(0, 0, 0, 0, 0, 0, by="grouped_mm")
+MM = Tile(0, 0, 0, 0, 0, 0, by="mm")
+
+
+def launch_shapes(
+    pairs: int, experts: int, itemsize: int, whole: bool = True, expert_size: int = 0, library: bool = False
+) -> Shapes:
+    """By the rows that an expert has on average, which is all that the host knows.
+
+    Up to 64 the products bind to memory: turned, tiles of rows that hold an expert's rows in one as a rule (half as
+    many again as the average), 32 to 48 KiB a stage, two programs a multiprocessor. Beyond that 128 rows and 256
+    columns, the largest whose float32 sums (128 registers a thread) leave room; the gated product has them as 128 of
+    the gate and 128 of up. The product of weights finds its rows through the order, whose loads take every other of its
+    stages. Float32 goes without tensor cores and takes what fits.
+
+    whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
+    expert_size: numbers in an expert's gate and up. library: torch's product over groups takes these tensors.
+    """
+    average = triton.cdiv(pairs, experts)
+    if library and average >= LIBRARY_ROWS and expert_size >= LIBRARY_SIZE:
+        return Shapes(*[GROUPED_MM] * 5)
+    rows = max(16, min(128, triton.next_power_of_2(average + average // 2)))
+    if itemsize == 4:
+        rows = min(rows, 32)
+        small = Tile(rows, 32, 32, 4, 2, 8)
+        return Shapes(small, small, small, small, Tile(32, 32, 32, 4, 2, 8))
+    if not whole:
+        small = Tile(min(rows, 64), 64, 32, 4, 2, 8)
+        return Shapes(small, small, small, small, Tile(64, 64, 32, 4, 2, 8))
+    weights = Tile(128, 256, 64, 8, 7, 8)
+    if rows <= 64:
+        few = Tile(rows, 128, 64, 4, 4, 64)
+        return Shapes(
+            Tile(rows, 64, 64, 4, 4, 64, turned=True), few._replace(turned=True), few._replace(columns=64), few, weights
+        )
+    many = Tile(128, 256, 64, 8, 4, 8)
+    return Shapes(many._replace(columns=128), many, many, many, weights)
+
+
+def library_takes(x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch.Tensor) -> bool:
+    """Whether torch's product over groups computes this layer on the device without the host's help.
+
+    That is bfloat16 on Hopper, rows of whole 16 bytes: elsewhere torch falls back to a loop, or refuses.
+    """
+    if not x_TD.is_cuda or x_TD.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    if any(t.data_ptr() % 16 for t in (gate_up_EHD, down_EDF)) or down_EDF.shape[1] % 8 or down_EDF.shape[2] % 8:
+        return False
+    return torch.cuda.get_device_capability(x_TD.device) == (9, 0)
+
+
+def choose(pairs: int, x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch.Tensor) -> Shapes:
+    """The plan for that many pairs of a token and an expert of this layer."""
+    experts, double, width = gate_up_EHD.shape
+    return launch_shapes(
+        pairs,
+        experts,
+        x_TD.element_size(),
+        whole=(double // 2) % 16 == width % 16 == 0,
+        expert_size=double * width,
+        library=pairs >= LIBRARY_ROWS * experts and library_takes(x_TD, gate_up_EHD, down_EDF),
+    )
