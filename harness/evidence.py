@@ -2,7 +2,8 @@
 
 The first failure is the one to report. Ranks fail in a chain: one is killed, and milliseconds later its peers raise
 "connection closed". So a rank that a signal ended comes first, then one that left without an exception, then the
-earliest exception that does not complain about a peer, and a complaint about a peer only when nothing else is there.
+earliest exception that does not complain about a peer, and a complaint about a peer only when nothing else is there,
+be it an exception or the last words of an abort (NCCL's watchdog aborts the rank that was left alone).
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ _PEER = re.compile(
     r"|timed? ?out waiting|ncclRemoteError|ncclSystemError|watchdog|collective operation timeout",
     re.IGNORECASE,
 )
+#: A rank's own device: NCCL's watchdog names itself when it passes that on.
+_OWN = re.compile(r"CUDA error|cuda failure|unhandled cuda error|ncclUnhandledCudaError", re.IGNORECASE)
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|std::bad_alloc|not enough memory", re.IGNORECASE
+)
+#: What native code says before it aborts: C++, assert, glibc, LLVM, glog, Python.
+_LAST_WORDS = re.compile(
+    r"^(?:.*\bwhat\(\):.*|terminate called .*|pure virtual .*|.*\bAssertion\b.* failed.*|LLVM ERROR:.*"
+    r"|(?:free|malloc|realloc|munmap_chunk)\(\): .*|double free .*|corrupted .*|\*\*\* .*|FATAL: .*"
+    r"|(?:\[rank\d+\]:)?\[?F\d{4} .*|Fatal Python error: .*)$",
+    re.MULTILINE,
 )
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 
@@ -51,7 +61,7 @@ def describe_exit(code: int) -> str:
 
 def is_about_peer(kind: str, message: str) -> bool:
     """Whether an exception only says that another rank went away or did not answer."""
-    return kind in ("DistNetworkError", "DistStoreError") or bool(_PEER.search(message))
+    return kind in ("DistNetworkError", "DistStoreError") or bool(_PEER.search(message) and not _OWN.search(message))
 
 
 def failure(folder: Path, exit_codes: Mapping[int, int], oom_killed: bool) -> Failure:
@@ -65,9 +75,9 @@ def failure(folder: Path, exit_codes: Mapping[int, int], oom_killed: bool) -> Fa
     ended = {rank for rank, code in silent.items() if code == -signal.SIGTERM}
     if len(ended) < len(silent) or errors:  # the launcher's own work, once another rank had failed
         silent = {rank: code for rank, code in silent.items() if rank not in ended}
-    for rank, code in sorted(silent.items(), key=lambda item: (item[1] >= 0, item[0])):
-        return _died(folder, rank, code, oom_killed)
-    found = [_raised(e) for _, e in sorted(errors.items(), key=lambda item: float(item[1]["time"]))]
+    order = sorted(silent.items(), key=lambda item: (item[1] >= 0, item[0]))
+    found = [_died(folder, rank, code, oom_killed) for rank, code in order]
+    found += [_raised(e) for _, e in sorted(errors.items(), key=lambda item: float(item[1]["time"]))]
     if found:
         return next((f for f in found if not f.about_peer), found[0])
     tail = _tail(folder / "supervisor.log")
@@ -92,14 +102,21 @@ def _raised(error: Mapping[str, Any]) -> Failure:
 def _died(folder: Path, rank: int, code: int, oom_killed: bool) -> Failure:
     reason = f"rank {rank} died: {describe_exit(code)}"
     stack = folder / f"rank{rank}.stack"
-    trace = stack.read_text() if stack.exists() else ""
     log = _tail(folder / f"rank{rank}.log")
-    trace = trace or log
+    trace = "\n".join(text for text in (log, stack.read_text() if stack.exists() else "") if text)
+    words = last_words(log) if code == -signal.SIGABRT else ""
     if code == -signal.SIGKILL and oom_killed:
         return Failure("oom", f"{reason}: killed by the kernel for memory", trace, rank)
     if _OUT_OF_MEMORY.search(log):
         return Failure("oom", f"{reason}: out of memory", trace, rank)
-    return Failure("error", reason, trace, rank)
+    reason = f"{reason}: {words[:300]}" if words else reason
+    return Failure("error", reason, trace, rank, is_about_peer("", words))
+
+
+def last_words(log: str) -> str:
+    """The line in which native code said why it aborts, the last such line of the log; empty when there is none."""
+    said = _LAST_WORDS.findall(log)
+    return str(said[-1]).strip() if said else ""
 
 
 def hang(folder: Path, reason: str) -> Failure:

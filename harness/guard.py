@@ -7,22 +7,26 @@ Around the program it does what no program should have to do for itself:
   guess from exit codes which rank failed first;
 * answers SIGUSR1 by writing every thread's stack to ``rank<N>.stack``: a hung rank, even one inside a collective's C++
   code, still says where it is;
-* dies with its parent.
+* dies with its parent;
+* ends without taking the interpreter apart, which threads of native code do not survive (:func:`leave`).
 
 Imports no torch, so that a program without torch starts at once.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
 import runpy
 import signal
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from harness.processes import die_with_parent
 
@@ -57,7 +61,38 @@ def _redirect(folder: Path, rank: int) -> None:
     os.close(log)
 
 
-def main(arguments: list[str]) -> None:
+def exit_code(said: object) -> int:
+    """The exit code of ``sys.exit(said)``; words are printed, as the interpreter does."""
+    if said is None:
+        return 0
+    if isinstance(said, int):
+        return said & 0xFF
+    print(said, file=sys.stderr)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End the process as the interpreter ends, but for its last step: it is not taken apart.
+
+    A collective is done for the program a moment before gloo's own thread lets go of its tensors, and for that the
+    thread takes the interpreter's lock. If the interpreter has begun to take itself apart meanwhile, the thread is
+    ended in the middle of a C++ destructor: "terminate called without an active exception", SIGABRT, and a rank whose
+    results were all there counts as dead. No call waits for those threads (``destroy_process_group`` does not while a
+    mesh still refers to the group), and those of autograd and NCCL are no better off.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads that are no daemons
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+
+
+def main(arguments: list[str]) -> NoReturn:
     """Run the module named first with the rest as its arguments."""
     folder = Path(os.environ[LOGS])
     rank = rank_of(os.environ)
@@ -68,17 +103,18 @@ def main(arguments: list[str]) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     (folder / f"rank{rank}.pid").write_text(str(os.getpid()))
     module, sys.argv = arguments[0], arguments
+    code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit:
-        raise
+    except SystemExit as said:
+        code = exit_code(said.code)
     except BaseException as error:
         write_error(folder, rank, error)
         traceback.print_exc()
-        sys.stderr.flush()
-        # Not sys.exit: threads of a broken process group may block the interpreter's own end for minutes.
-        sys.stdout.flush()
+        _flush()
+        # Not leave: threads of a broken process group may block it for minutes.
         os._exit(1)
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,57 @@ def test_a_launcher_that_failed_itself_shows_its_last_line(tmp_path):
     assert evidence.failure(tmp_path, {}, oom_killed=False).reason == "the launcher failed: No module named x"
 
 
+ABORTED = """Fatal Python error: Aborted
+
+Thread 0x1 (most recent call first):
+  <no Python frame>
+"""
+THROWN = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 0] {}\nframe #0: f\n"
+TIMEOUT = "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 60000 ms"
+DEVICE = "Process group watchdog thread terminated with exception: CUDA error: an illegal memory access"
+
+
+def abort(folder, rank, log):
+    (folder / f"rank{rank}.log").write_text(log)
+    (folder / f"rank{rank}.stack").write_text(ABORTED)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("step 3\nterminate called without an active exception\n", "terminate called without an active exception"),
+        (THROWN.format(DEVICE), f"what():  [Rank 0] {DEVICE}"),
+        ("FATAL: exception not rethrown\n", "FATAL: exception not rethrown"),
+        ("double free or corruption (out)\n", "double free or corruption (out)"),
+        ("a.cc:9: int f(): Assertion `x > 0' failed.\n", "a.cc:9: int f(): Assertion `x > 0' failed."),
+        ("[rank0]:[F1130 12:00:00.1 x.cpp:9] watched\n", "[rank0]:[F1130 12:00:00.1 x.cpp:9] watched"),
+    ],
+)
+def test_a_rank_that_aborts_has_its_last_words(tmp_path, log, words):
+    abort(tmp_path, 0, f"before\n{log}")
+    found = evidence.failure(tmp_path, {0: -signal.SIGABRT}, oom_killed=False)
+    assert found.reason == f"rank 0 died: exit code -6 (SIGABRT): {words}"
+    assert f"before\n{log}" in found.traceback, "the log is lost"
+    assert ABORTED in found.traceback, "the stack is lost"
+    assert not found.about_peer
+
+
+def test_a_rank_that_aborts_without_a_word_has_its_log(tmp_path):
+    abort(tmp_path, 0, "step 3\n")
+    found = evidence.failure(tmp_path, {0: -signal.SIGABRT}, oom_killed=False)
+    assert (found.reason, found.traceback) == ("rank 0 died: exit code -6 (SIGABRT)", f"step 3\n\n{ABORTED}")
+
+
+def test_an_abort_about_a_peer_comes_after_the_peer(tmp_path):
+    abort(tmp_path, 0, THROWN.format(TIMEOUT))
+    alone = evidence.failure(tmp_path, {0: -6}, oom_killed=False)
+    assert alone.about_peer
+    assert alone.reason.endswith(TIMEOUT)
+    assert evidence.failure(tmp_path, {0: -6, 1: -9}, oom_killed=False).rank == 1
+    leave(tmp_path, 2, "ValueError", "first", 1.0)
+    assert evidence.failure(tmp_path, {0: -6, 2: 1}, oom_killed=False).reason == "rank 2: ValueError: first"
+
+
 STACK = """Thread 0x1 (most recent call first):
   File "/env/lib/python3.11/threading.py", line 331 in wait
 

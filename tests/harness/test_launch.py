@@ -61,6 +61,12 @@ def test_two_ranks_meet_and_their_logs_are_apart(tmp_path):
         (("exit", "0"), "error", "rank 0 died: exit code 7", "rank 0 does exit"),
         (("die", "0"), "error", "rank 0 died: exit code -9 (SIGKILL)", "rank 0 does die"),
         (("crash",), "error", "rank 0 died: exit code -11 (SIGSEGV)", "in main"),
+        (
+            ("abort",),
+            "error",
+            "rank 0 died: exit code -6 (SIGABRT): terminate called without an active exception",
+            "rank 0 does abort",
+        ),
         (("memory",), "oom", "rank 0: MemoryError: planted", "MemoryError: planted"),
     ],
 )
@@ -68,6 +74,28 @@ def test_a_failed_rank_says_why(tmp_path, how, status, reason, trace):
     found = run(tmp_path, *how)
     assert (found.status, found.reason, found.rank) == (status, reason, 0)
     assert trace in found.traceback
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ((), ""),
+        (("0",), ""),
+        (("3",), "rank 0 died: exit code 3"),
+        (("some words",), "rank 0 died: exit code 1"),
+    ],
+)
+def test_a_program_ends_whole_and_the_interpreter_is_not_taken_apart(tmp_path, said, reason):
+    found = run(tmp_path, "end", *said)
+    assert found.reason == reason
+    log = (found.logs / "rank0.log").read_text().splitlines()
+    words = [said[0]] if said and not said[0].isdigit() else []
+    assert log == ["rank 0 does end", "native print", *words, "thread ended", "at exit"]
+
+
+def test_a_collective_s_tensor_may_be_let_go_of_when_the_program_has_ended(tmp_path):
+    found = run(tmp_path, "collective", "late", "0", ranks=2)
+    assert (found.status, found.reason) == ("passed", "")
 
 
 def test_a_module_that_does_not_exist_is_named(tmp_path):

@@ -1,8 +1,11 @@
 """A worker that behaves as its first argument says; run by the launcher's tests."""
 
+import atexit
+import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -30,8 +33,6 @@ def main(how: str, *rest: str) -> None:
             os.kill(os.getpid(), 9)
         stuck()
     elif how == "crash":
-        import ctypes
-
         ctypes.string_at(0)
     elif how == "hang":
         stuck()
@@ -46,12 +47,50 @@ def main(how: str, *rest: str) -> None:
 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         stuck()
+    elif how == "abort":
+        os.write(2, b"terminate called without an active exception\n")
+        os.abort()
+    elif how == "end":
+        end()
+        if rest:
+            sys.exit(int(rest[0]) if rest[0].isdigit() else rest[0])
     elif how == "memory":
         raise MemoryError("planted")
     elif how == "collective":
         collective(*rest)
     else:
         raise SystemExit(f"unknown behaviour {how!r}")
+
+
+def end() -> None:
+    """Leave something to do for every step of a process's end."""
+
+    class Said:
+        def __del__(self, write=os.write) -> None:
+            write(1, b"taken apart\n")
+
+    sys.said = Said()  # type: ignore[attr-defined]  # lives as long as the interpreter
+    atexit.register(print, "at exit")
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread ended"))).start()
+    ctypes.CDLL(None).printf(b"native print\n")
+
+
+def late(group: object) -> None:
+    """A last collective of which gloo's thread lets go while this thread holds the interpreter's lock to the end."""
+    import torch
+
+    from harness.world import close_world
+
+    close_world()
+    sys.setswitchinterval(1000)
+    KEPT.append(group)
+    group.allreduce([torch.ones(1)])  # type: ignore[attr-defined]
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        pass
+
+
+KEPT: list[object] = []
 
 
 def collective(how: str, rank: str) -> None:
@@ -74,7 +113,9 @@ def collective(how: str, rank: str) -> None:
             stuck()
         if how == "raise":
             raise ValueError("planted in the middle")
-    if how != "pass":
+    if how == "late":
+        late(mesh.get_group())
+    elif how != "pass":
         dist.all_reduce(total)
     close_world()
 
