@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .flash_attention_hopper import threads_meet
+from .gluon_reduce import async_reduce_add
 
 
 @gluon.jit
@@ -97,7 +98,7 @@ def _feed(
 
 @gluon.jit
 def _differentiate(
-    dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full, q_empty,
+    dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full, q_empty,
     do_full, ds_full, schedule, scale_log2, scale,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
@@ -166,6 +167,7 @@ def _differentiate(
         # The other group has read this buffer: it came to the last turn only after its product of two turns ago.
         ds_bufs.index(side).slice(HALF * ROWS, ROWS, 0).store(ds)
         fence_async_shared()
+        tma.store_wait(0)
         mbarrier.arrive(ds_full.index(side), count=1)
         mbarrier.wait(ds_full.index(side), turn // 2 & 1)
         ds_t = ds_bufs.index(side).permute((1, 0))
@@ -184,24 +186,18 @@ def _differentiate(
         dk, ds_operand = warpgroup_mma_wait(1 + AHEAD, deps=[dk_token, ds_operand])
         mbarrier.arrive(q_empty.index(slot), count=1)
         dq = warpgroup_mma_wait(0 + AHEAD, deps=[dq_token])
-        dq_rows = gl.arange(0, DQ_ROWS, layout=gl.SliceLayout(1, Q_LAYOUT))
-        dq_cols = gl.arange(0, DQ_COLS, layout=gl.SliceLayout(0, Q_LAYOUT))
+        dq_bufs.index(HALF).reshape([64, 64]).store(dq)
+        fence_async_shared()
+        threads_meet()
+        where = HALF * 64
         if BY_COLUMNS:
-            dq_cols += HALF * DQ_COLS
+            async_reduce_add(dq_desc, [batch, head, tile * BLOCK_M, where], dq_bufs.index(HALF))
         else:
-            dq_rows += HALF * DQ_ROWS
-        # Rows beyond the queries are there in the buffer, and get zeros: no mask.
-        row = (batch * tiles + tile).to(gl.int64) * BLOCK_M
-        targets = dq_ptr + (row * heads + head) * HEAD_DIM
-        if CAUSAL:
-            offsets = gl.expand_dims(dq_rows * (heads * HEAD_DIM), 1) + gl.expand_dims(dq_cols, 0)
-            gl.atomic_add(targets + offsets, dq, sem="relaxed")
-        else:  # fewer instructions, but under a mask the registers for it are not there
-            rows_of_dq = gl.expand_dims(targets + dq_rows * (heads * HEAD_DIM), 1)
-            gl.atomic_add(rows_of_dq + gl.expand_dims(dq_cols, 0), dq, sem="relaxed")
+            async_reduce_add(dq_desc, [batch, head, tile * BLOCK_M + where, 0], dq_bufs.index(HALF))
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=[scores_token])
 
+    tma.store_wait(0)
     out_rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
     out_cols = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, D_LAYOUT))
     offsets = ((batch * kv_len).to(gl.int64) + out_rows) * (kv_heads * HEAD_DIM) + kv_head * HEAD_DIM
@@ -213,7 +209,7 @@ def _differentiate(
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, dq_ptr,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, dq_desc,
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
@@ -226,6 +222,7 @@ def hopper_backward_kernel(
     shift_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
+    dq_bufs = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -245,12 +242,12 @@ def hopper_backward_kernel(
     gl.warp_specialize(
         [
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
+                dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full,
                 q_empty, do_full, ds_full, schedule, scale_log2, scale,
                 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_ptr, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, kv_full, q_full,
+                dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full,
                 q_empty, do_full, ds_full, schedule, scale_log2, scale,
                 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),

@@ -103,7 +103,7 @@ def hopper_backward_tile(problem: Problem) -> HopperBackwardTile:
 
 
 def _element(dtype: torch.dtype) -> gl.dtype:
-    return gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    return {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
 
 
 @lru_cache(maxsize=64)
@@ -112,11 +112,12 @@ def _layout(block_shape: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
     return gl.NVMMASharedLayout.get_default_for(list(block_shape), _element(dtype))
 
 
-def _descriptor(tensor: torch.Tensor, block: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor, block: int, columns: int | None = None) -> TensorDescriptor:
+    """Tiles of `block` rows of a head, whole or `columns` wide."""
     batch, rows, heads, dim = tensor.shape
     aligned = 16 * heads * dim  # a valid stride for a dimension of one, whose own means nothing
     strides = [s if n > 1 else aligned for n, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    block_shape = [1, 1, block, dim]
+    block_shape = [1, 1, block, columns or dim]
     return TensorDescriptor(
         tensor,
         [batch, heads, rows, dim],
@@ -234,7 +235,7 @@ def hopper_backward_launch(
         "delta_desc": TensorDescriptor(delta, row_shape, [delta.stride(1), 1], [1, block_m], flat_rows),
         "dk_ptr": dk,
         "dv_ptr": dv,
-        "dq_ptr": dq_sums,
+        "dq_desc": _descriptor(dq_sums, 64, 64),
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,
         "num_tiles": num_tiles,

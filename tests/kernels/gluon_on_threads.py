@@ -133,6 +133,7 @@ class Token:
 
 
 _local = threading.local()
+_adding = threading.Lock()
 
 
 def _in_flight() -> list[Token]:
@@ -146,9 +147,14 @@ def _operand(value: Any) -> torch.Tensor:
     return (value.data if isinstance(value, Shared) else value).float()
 
 
-def warpgroup_mma(a: Any, b: Any, acc: torch.Tensor, *, use_acc: bool = True, is_async: bool = False) -> Token:
+def warpgroup_mma(a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Token:
     assert is_async, "the kernel has no synchronous product"
-    token = Token(lambda: _operand(a) @ _operand(b) + (acc if use_acc else 0.0))
+
+    def compute() -> torch.Tensor:
+        before: torch.Tensor | float = acc.value if isinstance(acc, Token) else acc  # in order: it has been computed
+        return _operand(a) @ _operand(b) + (before if use_acc else 0.0)
+
+    token = Token(compute)
     _in_flight().append(token)
     return token
 
@@ -158,8 +164,8 @@ def warpgroup_mma_wait(num_outstanding: int, deps: list[Any]) -> Any:
     while len(tokens) > num_outstanding:
         token = tokens.pop(0)
         token.value = token.compute()
-    assert not any(dep in tokens for dep in deps if isinstance(dep, Token)), "a result is read before it is there"
-    results = tuple(dep.value if isinstance(dep, Token) else dep for dep in deps)
+    # What is still on its way stays a token, that only a further product may add to.
+    results = tuple(dep.value if isinstance(dep, Token) and dep not in tokens else dep for dep in deps)
     return results[0] if len(results) == 1 else results
 
 
@@ -185,6 +191,16 @@ def _leaving() -> list[Callable[[], Any]]:
 def _copy_out(desc: Descriptor, coord: list[int], buffer: Shared) -> None:
     target = desc.part(coord)
     _leaving().append(lambda: target.copy_(buffer.data[tuple(slice(n) for n in target.shape)]))
+
+
+def _reduce_add(desc: Descriptor, coord: list[int], buffer: Shared) -> None:
+    target = desc.part(coord)
+
+    def add() -> None:
+        with _adding:
+            target.add_(buffer.data[tuple(slice(n) for n in target.shape)])
+
+    _leaving().append(add)
 
 
 def _store_wait(outstanding: int) -> None:
@@ -230,22 +246,21 @@ class Pointer:
         return Pointer(self.data, self.offset.unsqueeze(axis))
 
 
+def _load(pointer: Pointer) -> Scalar:
+    """A single number; out of bounds is an error."""
+    assert 0 <= pointer.offset < pointer.data.numel(), "a load outside of its tensor"
+    return Scalar(pointer.data[int(pointer.offset)].item())
+
+
 def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     mask = mask.expand_as(value)
     pointer.data[pointer.offset.expand_as(value)[mask]] = value[mask]
 
 
-_adding = threading.Lock()
-
-
-def _atomic_add(pointer: Any, value: Any, sem: str = "acq_rel") -> Any:
-    with _adding:
-        if isinstance(pointer, Memory):  # a single number
-            before = Scalar(pointer.data.item())
-            pointer.data += value
-            return before
-        pointer.data.index_put_((pointer.offset,), value, accumulate=True)
-        return None
+def _atomic_add(pointer: Memory, value: int, sem: str = "acq_rel") -> Scalar:
+    before = Scalar(pointer.data.item())
+    pointer.data += value
+    return before
 
 
 def _either(scalar: Callable[..., Any], tensor: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,10 +315,10 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
         full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         max=lambda t, axis: t.amax(axis), sum=lambda t, axis: t.sum(axis), exp2=torch.exp2, log2=torch.log2,
-        convert_layout=lambda t, layout: t, store=_store, atomic_add=_atomic_add,
+        convert_layout=lambda t, layout: t, store=_store, load=_load, atomic_add=_atomic_add,
         allocate_shared_memory=shared, warp_specialize=specialize,
         float32=torch.float32, int32=torch.int32, int64=torch.int64, constexpr=operator.index,
-        SwizzledSharedLayout=lambda *a: None,
+        SwizzledSharedLayout=lambda *a: None, BlockedLayout=lambda *a: None,
         SliceLayout=lambda *a: None, NVMMADistributedLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     )  # fmt: skip
     # Stand-ins by the names under which the kernel's module knows the language; its own functions run as Python.
@@ -317,12 +332,14 @@ def _run_program(kernel: Any, program: int, programs: int, args: dict[str, Any])
         "tma": types.SimpleNamespace(
             async_copy_global_to_shared=_copy_in, async_copy_shared_to_global=_copy_out, store_wait=_store_wait
         ),
+        "async_reduce_add": _reduce_add,
     }  # fmt: skip
     module_globals = kernel.fn.__globals__
     for name, value in module_globals.items():
         if name not in scope and hasattr(value, "fn"):
             function = value.fn
             scope[name] = types.FunctionType(function.__code__, scope, name, function.__defaults__)
+    scope["halves"] = lambda values: values.chunk(2, 1)
     scope["settled"] = lambda values: values
     scope["publish"] = lambda buffer, index: buffer.store(torch.tensor([index]))
     scope["published"] = lambda buffer: Scalar(buffer.data.item())

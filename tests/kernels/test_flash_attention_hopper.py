@@ -127,7 +127,7 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
         "shift_desc": threads.Descriptor(shift.reshape(-1, p.q_len), [1, block]),
         "delta_desc": threads.Descriptor(delta.reshape(-1, p.q_len), [1, block]),
         "dk_ptr": threads.Memory(dk.view(-1)), "dv_ptr": threads.Memory(dv.view(-1)),
-        "dq_ptr": threads.Memory(sums.view(-1)),
+        "dq_desc": threads.Descriptor(sums.permute(0, 2, 1, 3), [1, 1, 64, 64]),
     }  # fmt: skip
     threads.run_on_threads(hopper_backward_kernel, programs, args)
     for name, got, truth in zip("qkv", (sums[:, : p.q_len] * p.scale, dk, dv), expected, strict=True):
