@@ -24,31 +24,47 @@ from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_
 from kernels.moe_gate import gate, gate_pass, spread
 from kernels.moe_library import spans
 from kernels.moe_order import expert_order
-from kernels.moe_plan import GROUPED_MM, MM, Shapes, Tile, launch_shapes
+from kernels.moe_plan import GROUPED_MM, HOPPER, MM, Shapes, Tile, launch_shapes
 
 #: An error above this share of the largest result is said and the candidate not timed.
 LARGEST_ERROR = 2.0**-6
 PRODUCTS = ("gate and up", "down", "grad of act", "grad of x", "weights, up", "weights, down")
 
 
-def ways(present: Shapes) -> dict[str, Shapes]:
+def ways(present: Shapes, hopper: bool = True) -> dict[str, Shapes]:
     """Plans of which every product is computed in one way."""
-    return {"ours": present, "grouped_mm": Shapes(*[GROUPED_MM] * 5), "mm": Shapes(*[MM] * 5)}
+    found = {"ours": present, "grouped_mm": Shapes(*[GROUPED_MM] * 5), "mm": Shapes(*[MM] * 5)}
+    if hopper and present.rows == HOPPER.rows:  # the order has one number of rows a tile
+        found |= {f"hopper g{group}": Shapes(*[HOPPER._replace(group=group)] * 5) for group in (8, 16)}
+    return found
 
 
-def plans(present: Shapes) -> dict[str, Shapes]:
-    """Plans for a whole step: each way alone, and those that keep our gate's ends."""
-    mixed = {"our gate, grouped_mm": present._replace(down=GROUPED_MM, back=GROUPED_MM, weights=GROUPED_MM)}
-    mixed["ours, grouped weights"] = present._replace(weights=GROUPED_MM)
-    mixed["grouped_mm, mm weights"] = Shapes(*[GROUPED_MM] * 4, MM)
-    return ways(present) | mixed
+def best_of_each(known: Mapping[str, Shapes], times: Mapping[str, float], passes: Mapping[str, float]) -> Shapes:
+    """The plan whose products, with the passes that each needs beside it, took least time; all without a wait."""
+
+    def cost(way: str, *products: str) -> float:
+        beside = {"gate and up": ("spread", "gate"), "grad of act": ("spread", "gate backward")}
+        names = [name for product in products for name in beside.get(product, ())] if way != "ours" else []
+        return sum(times.get(f"{p}|{way}", float("inf")) for p in products) + sum(passes[name] for name in names)
+
+    def best(*products: str) -> str:
+        return min((way for way in known if way != "mm"), key=lambda way: cost(way, *products))
+
+    return Shapes(
+        known[best("gate and up")].gated,
+        known[best("down")].down,
+        known[best("grad of act")].gate_backward,
+        known[best("grad of x")].back,
+        known[best("weights, up", "weights, down")].weights,
+    )
 
 
 class Step:
     """A layer's tensors by row, and its products as calls for a plan."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, hopper: bool = True) -> None:
         self.layer, self.choices = layer, layer.model.choices
+        self.ways = ways(layer.present, hopper)
         self.orders = {rows: self._order(rows) for rows in (16, layer.present.rows)}
         self.rows = spread(layer.x, self._order(16), self.choices)
         self.grad_rows = spread(layer.grad, self._order(16), self.choices)
@@ -132,12 +148,12 @@ def tried(name: str, call: Callable[[], Any]) -> Any:
         return None
 
 
-def measure_products(name: str, step: Step) -> None:
-    """One line a product: each way's milliseconds and TFLOP/s."""
+def measure_products(name: str, step: Step) -> Shapes:
+    """One line a product: each way's milliseconds and TFLOP/s; gives the plan of the best of each."""
     calls: dict[str, Callable[[], object]] = {}
     for product in PRODUCTS:
         wants: dict[torch.Size, torch.Tensor] = {}
-        for way, plan in ways(step.layer.present).items():
+        for way, plan in step.ways.items():
             call = step.products(plan)[product]
             found = tried(f"{product}, {way}", call)
             if found is None:
@@ -158,14 +174,16 @@ def measure_products(name: str, step: Step) -> None:
         print(f"{name} {product:13} {'  '.join(said)}", flush=True)
     found = seconds(step.passes())
     print(f"{name} passes, µs: " + ", ".join(f"{label} {1e6 * time:.0f}" for label, time in found.items()), flush=True)
+    return best_of_each(step.ways, times, found)
 
 
-def measure_steps(name: str, step: Step, compiled: bool) -> None:
+def measure_steps(name: str, step: Step, best: Shapes, compiled: bool) -> None:
     """One line a plan: milliseconds forward, both, GiB of both's peak, and its error over torch's grouped product's."""
     functions: dict[str, Callable[..., torch.Tensor]] = {"torch_grouped_mm": grouped_mm}
     if compiled:
         functions["torch_compile"] = torch.compile(grouped_mm)
-    for label, plan in plans(step.layer.present).items():
+    print(f"{name} best of each: " + ", ".join(f"{t.by} g{t.group}" for t in best), flush=True)
+    for label, plan in (step.ways | {"best of each": best}).items():
         functions[label] = lambda *tensors, plan=plan: moe_experts(*tensors, plan=plan)
     truth = step.truth()
     base = errors(step.both(grouped_mm), truth)
@@ -187,15 +205,16 @@ def measure_steps(name: str, step: Step, compiled: bool) -> None:
     inputs = [tensors[0].detach(), step.layer.chosen, *(t.detach() for t in tensors[1:])]
     calls: dict[str, Callable[[], object]] = {}
     for label in ratio:
-        calls[label + "|forward"] = lambda f=functions[label]: f(*inputs)
         calls[label + "|both"] = lambda f=functions[label]: step.both(f)
-        calls[label + "|forward"]()
+        if label != "torch_compile":  # which would be compiled once more
+            calls[label + "|forward"] = lambda f=functions[label]: f(*inputs)
+            calls[label + "|forward"]()
     times: Mapping[str, float] = seconds(calls)
     work = 3 * sum(step.flops(product) for product in ("gate and up", "down"))
     for label in sorted(ratio, key=lambda label: times[label + "|both"]):
-        both = times[label + "|both"]
+        both, forward = times[label + "|both"], times.get(label + "|forward", float("nan"))
         print(
-            f"{name} {label:23} forward {1e3 * times[label + '|forward']:7.3f}  both {1e3 * both:7.3f} ms "
+            f"{name} {label:23} forward {1e3 * forward:7.3f}  both {1e3 * both:7.3f} ms "
             f"{work / both / 1e12:4.0f} TFLOP/s  {peak[label]:.2f} GiB  error x{ratio[label]:.2f}",
             flush=True,
         )
@@ -205,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measures the named models, or Mixtral's and Qwen3's of 4,096 tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="*", choices=[*MODELS, []], help=", ".join(MODELS))
+    parser.add_argument("--no-hopper", action="store_true", help="leave our kernel with specialised warps out")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     asked = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -215,9 +235,9 @@ def main(arguments: list[str] | None = None) -> int:
         model = MODELS[name]
         layer = Layer(model, "cuda")
         layer.present = launch_shapes(model.tokens * model.choices, model.experts, 2)
-        step = Step(layer)
-        measure_products(name, step)
-        measure_steps(name, step, not asked.no_compile)
+        step = Step(layer, not asked.no_hopper)
+        best = measure_products(name, step)
+        measure_steps(name, step, best, not asked.no_compile)
         del layer, step
         torch.compiler.reset()  # the next model's sizes are compiled as they are, too
     return 0

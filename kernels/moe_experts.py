@@ -65,6 +65,10 @@ def gated_product(
 
 def rows_product(a_PK: torch.Tensor, weight: torch.Tensor, order: Order, tile: Tile, across: bool) -> torch.Tensor:
     """a (P, K) times the weights (E, N, K) of each row's expert, or (E, K, N) with ``across``: (P, N)."""
+    if tile.by == "hopper":
+        from kernels import moe_hopper_launch  # needs a Triton that has Gluon
+
+        return moe_hopper_launch.product(a_PK, weight, order, across, tile)
     if tile.by != "pointers":
         return moe_library.product(a_PK, weight, order, across, each=tile.by == "mm")
     many, length = order.tiles_3N.shape[1], a_PK.shape[1]
@@ -124,6 +128,10 @@ def weights_product(
     if tile.by != "pointers":
         rows = spread(a if gather_a else b, order, choices) if rows is None else rows
         a, b = (rows, b) if gather_a else (a, rows)
+        if tile.by == "hopper":
+            from kernels import moe_hopper_launch
+
+            return moe_hopper_launch.weights_product(a, b, order, tile)
         return moe_library.weights_product(a, b, order, each=tile.by == "mm")
     experts, m, n = order.ends_E.shape[0], a.shape[1], b.shape[1]
     out = a.new_empty(experts, m, n)

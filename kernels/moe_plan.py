@@ -4,8 +4,10 @@ A product is computed by one of
 
     pointers      our kernel (:mod:`kernels.moe_products`), which finds tokens through the order and has the gate at its
                   end: no pass over the pairs beside the products
-    grouped_mm    torch's product over groups, between passes of ours (:mod:`kernels.moe_gate`)
-    mm            torch's product, expert after expert; the host waits until it knows how many rows each has
+    hopper        our kernel with specialised warps (:mod:`kernels.moe_hopper`), between passes of ours that lay out
+                  tokens by expert and compute the gate (:mod:`kernels.moe_gate`)
+    grouped_mm    torch's product over groups, between the same passes
+    mm            torch's product, expert after expert, likewise; the host waits until it knows how many rows each has
 
 and each product of a layer may be another's.
 """
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-By = Literal["pointers", "grouped_mm", "mm"]
+By = Literal["pointers", "hopper", "grouped_mm", "mm"]
 #: Rows an expert has on average from which the library's product pays for the passes beside it, and how large its
 #: gate and up must be for that: small ones make many small tiles, of which our kernel has the gate's end for nothing.
 LIBRARY_ROWS, LIBRARY_SIZE = 512, 2**25
@@ -48,10 +50,18 @@ class Shapes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of the order's tiles; any number where no product of ours takes them."""
-        return max(16, *(tile.rows for tile in self[:4]))
+        """Rows of the order's tiles; any number where no product of ours takes them.
+
+        Raises:
+            ValueError: two products of rows want different ones.
+        """
+        wanted = {tile.rows for tile in self[:4]} - {0}
+        if len(wanted) > 1:
+            raise ValueError(f"plan: tiles of {sorted(wanted)} rows; the order has one number of rows a tile")
+        return wanted.pop() if wanted else 16
 
 
+HOPPER = Tile(128, 256, 64, 4, 4, 8, by="hopper")
 GROUPED_MM = Tile(0, 0, 0, 0, 0, 0, by="grouped_mm")
 MM = Tile(0, 0, 0, 0, 0, 0, by="mm")
 

@@ -9,7 +9,7 @@ import torch
 import kernels.moe_experts as module
 from kernels.moe_combine import combine
 from kernels.moe_experts import moe_experts
-from kernels.moe_plan import GROUPED_MM, MM, Shapes, Tile, launch_shapes
+from kernels.moe_plan import GROUPED_MM, HOPPER, MM, Shapes, Tile, launch_shapes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
@@ -179,6 +179,22 @@ def test_every_plan_equals_float64_with_every_gradient(plan, experts, assert_nea
     if experts is not None:
         for grad in grads:
             assert not grad[[e for e in range(5) if not (experts == e).any()]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", [TO_ONE, UNEVEN, None], ids=["to one", "uneven", "drawn"])
+def test_the_plan_with_specialised_warps_equals_float64_with_every_gradient(experts, assert_near):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    sizes = (len(experts or range(410)), 2, 5, 520, 264)
+    experts = None if experts is None else torch.tensor(experts)
+    for plan in (Shapes(*[HOPPER] * 5), Shapes(HOPPER, GROUPED_MM, HOPPER, MM, HOPPER)):
+        check(*drawn(*sizes, torch.bfloat16, experts), assert_near, units=4, plan=plan)
+
+
+def test_a_plan_of_tiles_with_different_rows_is_refused():
+    with pytest.raises(ValueError, match=r"^plan: tiles of \[16, 128\] rows"):
+        _ = Shapes(OURS, HOPPER, OURS, OURS, OURS).rows
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import moe_plans
 from benchmarks.moe_shapes import MODELS, Layer, Model, candidates, main
-from kernels.moe_plan import Shapes, Tile, launch_shapes
+from kernels.moe_plan import GROUPED_MM, Shapes, Tile, launch_shapes
 
 PRODUCTS = ("gated", "down", "gate_backward", "back", "weights")
 
@@ -55,9 +55,22 @@ def test_every_way_of_a_product_gives_the_same_and_every_plan_the_layer():
     truth = step.truth()
     slack = 2 if torch.cuda.is_available() else 4  # the interpreter cuts bfloat16 off instead of rounding it
     base = moe_plans.errors(step.both(moe_plans.grouped_mm), truth)
-    for plan in moe_plans.plans(layer.present).values():
+    for plan in moe_plans.ways(layer.present).values():
         found_errors = moe_plans.errors(step.both(partial(moe_plans.moe_experts, plan=plan)), truth)
         assert all(mine <= slack * plain for mine, plain in zip(found_errors, base, strict=True))
+
+
+def test_the_best_of_each_counts_the_passes_that_a_product_needs_beside_it():
+    present = launch_shapes(8192, 8, 2)
+    times = {f"{product}|{way}": 1.0 for product in moe_plans.PRODUCTS for way in moe_plans.ways(present)}
+    times |= {
+        "gate and up|grouped_mm": 0.7,
+        "grad of act|hopper g16": 0.7,
+        "down|mm": 0.1,
+        "weights, up|grouped_mm": 0.9,
+    }
+    best = moe_plans.best_of_each(moe_plans.ways(present), times, {"spread": 0.1, "gate": 0.1, "gate backward": 0.3})
+    assert best == (GROUPED_MM, present.down, present.gate_backward, present.back, GROUPED_MM)
 
 
 @pytest.mark.parametrize("main", [main, moe_plans.main])
