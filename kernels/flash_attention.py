@@ -169,16 +169,13 @@ def flash_attention_backward(
     shift, delta = (lse.new_empty(*lse.shape[:-1], padded)[..., : lse.shape[-1]] for _ in range(2))
     hopper = None if deterministic else config.hopper_backward
     sums: torch.Tensor | None = None
-    if hopper:
-        from .flash_attention_hopper_launch import hopper_backward_launch, hopper_backward_rows
-
-        rows = hopper_backward_rows(problem)
-        sums = q.new_empty(problem.batch, rows, problem.heads, problem.head_dim, dtype=torch.float32)
-    elif not (deterministic or config.two_passes):
+    if hopper or not (deterministic or config.two_passes):
         sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     run(row_terms_launch(problem, out, grad_out, lse, grad_lse, shift, delta, sums), q)
     inputs = (q, k, v, grad_out)
     if hopper and sums is not None:
+        from .flash_attention_hopper_launch import hopper_backward_launch
+
         run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta, hopper), q)
     else:
         run(backward_launch(problem, config, inputs, dk, dv, sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)

@@ -63,15 +63,18 @@ def _walked(turn, kv_head, first, tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _feed(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs, delta_bufs,
-    kv_full, q_full, q_empty, do_full, schedule,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The feeder: the keys and values once, then queries and output gradients as far ahead as the ring is empty."""
+    q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    q_full, q_empty, do_full, ds_full = barriers
     batch, kv_head, start, first, plain = _share(schedule, BLOCK_M, BLOCK_N, CAUSAL)
-    mbarrier.expect(kv_full.index(0), 2 * k_desc.block_type.nbytes)
+    mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + 2 * v_desc.block_type.nbytes)
     tma.async_copy_global_to_shared(k_desc, [batch, kv_head, start, 0], kv_full.index(0), k_buf.index(0))
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, start, 0], kv_full.index(0), v_buf.index(0))
+    for half in gl.static_range(2):
+        row = start + half * (BLOCK_N // 2)
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, row, 0], kv_full.index(0), v_bufs.index(half))
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
     tiles = gl.cdiv(q_len, BLOCK_M)
     for turn in range(GROUP * gl.maximum(tiles - first, 0)):
@@ -97,14 +100,16 @@ def _feed(
 
 
 @gluon.jit
-def _differentiate(
-    dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full, q_empty,
-    do_full, ds_full, schedule, scale_log2, scale,
+def _turns(
+    begin, end, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: 64 keys, over every query tile."""
+    """A group's turns from `begin` to `end` of `turns`, those that a causal mask may cut or those that none does."""
+    q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    q_full, q_empty, do_full, ds_full = barriers
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    batch, kv_head, tile_start, first, plain = place
     ROWS: gl.constexpr = BLOCK_N // 2
     BY_COLUMNS: gl.constexpr = BLOCK_M == 64
     DQ_ROWS: gl.constexpr = 64
@@ -113,28 +118,12 @@ def _differentiate(
     D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     Q_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLS, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, D_LAYOUT, 2)
-    batch, kv_head, tile_start, first, plain = _share(schedule, BLOCK_M, BLOCK_N, CAUSAL)
-    start = tile_start + HALF * ROWS
-    keys = k_buf.index(0).reshape([BLOCK_N, HEAD_DIM])
-    k = keys.slice(HALF * ROWS, ROWS, 0)
-    v = v_buf.index(0).reshape([BLOCK_N, HEAD_DIM]).slice(HALF * ROWS, ROWS, 0)
-    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
-    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
     columns = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, S_LAYOUT))
-    rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
+    rows = tile_start + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S_LAYOUT))
     masked_tile = tile_start + BLOCK_N > kv_len
     tiles = gl.cdiv(q_len, BLOCK_M)
-    mbarrier.wait(kv_full.index(0), 0)
-    turns = GROUP * gl.maximum(tiles - first, 0)
     zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-    scores = zeros
-    if AHEAD:
-        if turns > 0:
-            mbarrier.wait(q_full.index(0), 0)
-        first_q = q_bufs.index(0).reshape([BLOCK_M, HEAD_DIM])
-        scores_token = warpgroup_mma(k, first_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores_token])
-    for turn in range(turns):
+    for turn in range(begin, end):
         head, tile = _walked(turn, kv_head, first, tiles, GROUP)
         slot = turn % STAGES
         parity = turn // STAGES & 1
@@ -150,7 +139,7 @@ def _differentiate(
         p = gl.exp2(scores * scale_log2 - shift_bufs.index(slot).load(S_LAYOUT))
         # A branch, not a select: the assembler would move the wait below up past the exponentials, which are to run
         # beside the second product, and moves nothing past a branch that reads them.
-        if CAUSAL:
+        if MASKED:
             if (tile * BLOCK_M < plain) | masked_tile:
                 last = gl.minimum(tile * BLOCK_M + columns + (kv_len - q_len), kv_len - 1)
                 p = gl.where(gl.expand_dims(rows, 1) <= gl.expand_dims(last, 0), p, 0.0)
@@ -167,7 +156,7 @@ def _differentiate(
         # The other group has read this buffer: it came to the last turn only after its product of two turns ago.
         ds_bufs.index(side).slice(HALF * ROWS, ROWS, 0).store(ds)
         fence_async_shared()
-        tma.store_wait(0)
+        tma.store_wait(0)  # the last turn's part of dQ has left its buffer
         mbarrier.arrive(ds_full.index(side), count=1)
         mbarrier.wait(ds_full.index(side), turn // 2 & 1)
         ds_t = ds_bufs.index(side).permute((1, 0))
@@ -186,39 +175,90 @@ def _differentiate(
         dk, ds_operand = warpgroup_mma_wait(1 + AHEAD, deps=[dk_token, ds_operand])
         mbarrier.arrive(q_empty.index(slot), count=1)
         dq = warpgroup_mma_wait(0 + AHEAD, deps=[dq_token])
-        dq_bufs.index(HALF).reshape([64, 64]).store(dq)
+        dq_bufs.index(HALF).reshape([DQ_ROWS, DQ_COLS]).store(dq)
         fence_async_shared()
         threads_meet()
-        where = HALF * 64
+        row = tile * BLOCK_M
         if BY_COLUMNS:
-            async_reduce_add(dq_desc, [batch, head, tile * BLOCK_M, where], dq_bufs.index(HALF))
+            async_reduce_add(dq_desc, [batch, head, row, HALF * DQ_COLS], dq_bufs.index(HALF))
         else:
-            async_reduce_add(dq_desc, [batch, head, tile * BLOCK_M + where, 0], dq_bufs.index(HALF))
+            async_reduce_add(dq_desc, [batch, head, row + HALF * DQ_ROWS, 0], dq_bufs.index(HALF))
         if AHEAD:
             scores = warpgroup_mma_wait(0, deps=[scores_token])
+    return dk, dv, scores
 
+
+@gluon.jit
+def _differentiate(
+    dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
+    HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: 64 keys, over every query tile."""
+    q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
+    q_full, q_empty, do_full, ds_full = barriers
+    q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
+    ROWS: gl.constexpr = BLOCK_N // 2
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    D_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    place = _share(schedule, BLOCK_M, BLOCK_N, CAUSAL)
+    batch, kv_head, tile_start, first, plain = place
+    keys = k_buf.index(0).reshape([BLOCK_N, HEAD_DIM])
+    k = keys.slice(HALF * ROWS, ROWS, 0)
+    v = v_bufs.index(HALF).reshape([ROWS, HEAD_DIM])
+    dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
+    dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
+    mbarrier.wait(kv_full.index(0), 0)
+    turns = GROUP * gl.maximum(gl.cdiv(q_len, BLOCK_M) - first, 0)
+    scores = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    if AHEAD:
+        if turns > 0:
+            mbarrier.wait(q_full.index(0), 0)
+        first_q = q_bufs.index(0).reshape([BLOCK_M, HEAD_DIM])
+        scores_token = warpgroup_mma(k, first_q.permute((1, 0)), scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores_token])
+    masked = 0
+    if CAUSAL:
+        # The turns that the mask cuts come first, and have a loop of their own: the other one gets by with fewer
+        # instructions and registers. Over several heads they recur, and with D = 128 two loops take more registers.
+        masked = turns
+        if GROUP == 1 and HEAD_DIM == 64:
+            masked = gl.minimum(gl.maximum(gl.cdiv(plain, BLOCK_M) - first, 0), turns)
+        dk, dv, scores = _turns(
+            0, masked, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
+            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, True, AHEAD,
+        )  # fmt: skip
+    if not CAUSAL or (GROUP == 1 and HEAD_DIM == 64):
+        dk, dv, scores = _turns(
+            masked, turns, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
+            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, False, AHEAD,
+        )  # fmt: skip
+
+    # The gradients leave through buffers that nobody else reads: the group's values, and its part of dQ.
+    v.store(dv.to(k.dtype))
     tma.store_wait(0)
-    out_rows = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, D_LAYOUT))
-    out_cols = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, D_LAYOUT))
-    offsets = ((batch * kv_len).to(gl.int64) + out_rows) * (kv_heads * HEAD_DIM) + kv_head * HEAD_DIM
-    places = gl.expand_dims(offsets, 1) + gl.expand_dims(out_cols, 0)
-    inside = gl.expand_dims(out_rows < kv_len, 1)
-    gl.store(dk_ptr + places, (dk * scale).to(k.dtype), mask=inside)
-    gl.store(dv_ptr + places, dv.to(k.dtype), mask=inside)
+    dk_buf = dq_bufs.index(HALF)._reinterpret(k.dtype, dk_desc.block_type.shape, dk_desc.layout)
+    dk_buf.reshape([ROWS, HEAD_DIM]).store((dk * scale).to(k.dtype))
+    fence_async_shared()
+    threads_meet()
+    row = tile_start + HALF * ROWS
+    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, row, 0], v_bufs.index(HALF))
+    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, row, 0], dk_buf)
+    tma.store_wait(0)
 
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_ptr, dv_ptr, dq_desc,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, dq_desc,
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: writes its dK and dV (contiguous), and adds dS K, unscaled, into the float32 `dq_ptr`."""
+    """One tile of keys: writes its dK and dV, and adds dS K, unscaled, to what `dq_desc` describes, in float32."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     do_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
     k_buf = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
-    v_buf = gl.allocate_shared_memory(k_desc.dtype, [1] + k_desc.block_type.shape, k_desc.layout)
+    v_bufs = gl.allocate_shared_memory(k_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
     shift_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [STAGES] + shift_desc.block_type.shape, shift_desc.layout)
     ds_bufs = gl.allocate_shared_memory(q_desc.dtype, [2, BLOCK_N, BLOCK_M], DS_LAYOUT)
@@ -238,23 +278,22 @@ def hopper_backward_kernel(
     fence_async_shared()
     threads_meet()
 
+    buffers = (q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs)
+    barriers = (q_full, q_empty, do_full, ds_full)
     schedule = (q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section)
     gl.warp_specialize(
         [
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full,
-                q_empty, do_full, ds_full, schedule, scale_log2, scale,
+                dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
                 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_differentiate, (
-                dk_ptr, dv_ptr, dq_desc, shift_bufs, delta_bufs, q_bufs, k_buf, v_buf, do_bufs, ds_bufs, dq_bufs, kv_full, q_full,
-                q_empty, do_full, ds_full, schedule, scale_log2, scale,
+                dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
                 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
             )),
             (_feed, (
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, q_bufs, k_buf, v_buf, do_bufs, shift_bufs,
-                delta_bufs, kv_full, q_full, q_empty, do_full, schedule, BLOCK_M, BLOCK_N,
-                STAGES, GROUP, CAUSAL,
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, k_buf, v_bufs, kv_full, buffers, barriers,
+                schedule, BLOCK_M, BLOCK_N, STAGES, GROUP, CAUSAL,
             )),
         ],
         [4, 1],

@@ -186,16 +186,6 @@ def hopper_forward_launch(
     return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
 
 
-def hopper_backward_rows(problem: Problem) -> int:
-    """Query rows of a head as the backward holds dQ's sums: whole tiles."""
-    block_m = _backward_block_m(problem)
-    return cdiv(problem.q_len, block_m) * block_m
-
-
-def _backward_block_m(problem: Problem) -> int:
-    return 64 if problem.head_dim == 128 else 128
-
-
 def hopper_backward_launch(
     problem: Problem,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
@@ -207,7 +197,7 @@ def hopper_backward_launch(
     tile: HopperBackwardTile,
 ) -> Launch:
     """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
-    over scale into `dq_sums`, float32 [B, hopper_backward_rows, H, D], zero before.
+    over scale into `dq_sums`, contiguous float32 like q, zero before.
 
     `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
     tensor's strides are not supported.
@@ -219,7 +209,7 @@ def hopper_backward_launch(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("grad_out", grad_out), ("shift", shift), ("delta", delta)):
         if not is_describable(tensor):
             raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
-    block_m, block_n = _backward_block_m(problem), 128
+    block_m, block_n = 64 if problem.head_dim == 128 else 128, 128
     num_tiles = cdiv(problem.kv_len, block_n)
     num_heads = problem.batch * problem.kv_heads
     bytes_a_row = problem.head_dim * (2 * q.element_size() + 4)
@@ -229,12 +219,12 @@ def hopper_backward_launch(
     args = {
         "q_desc": _descriptor(q, block_m),
         "k_desc": _descriptor(k, block_n),
-        "v_desc": _descriptor(v, block_n),
+        "v_desc": _descriptor(v, block_n // 2),
         "do_desc": _descriptor(grad_out, block_m),
         "shift_desc": TensorDescriptor(shift, row_shape, [shift.stride(1), 1], [1, block_m], flat_rows),
         "delta_desc": TensorDescriptor(delta, row_shape, [delta.stride(1), 1], [1, block_m], flat_rows),
-        "dk_ptr": dk,
-        "dv_ptr": dv,
+        "dk_desc": _descriptor(dk, block_n // 2),
+        "dv_desc": _descriptor(dv, block_n // 2),
         "dq_desc": _descriptor(dq_sums, 64, 64),
         "q_len": problem.q_len,
         "kv_len": problem.kv_len,

@@ -24,12 +24,12 @@ _ELEMENTS = 4096
 def row_terms_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, shift_ptr, delta_ptr, sums_ptr,
     stride_ob, stride_oh, stride_os, stride_dob, stride_doh, stride_dos, stride_lb, stride_lh, stride_gb, stride_gh,
-    stride_rb, stride_rh, rows, sum_rows, heads, num_heads,
+    stride_rb, stride_rh, rows, heads, num_heads,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DLSE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
     """Per query row: delta = Σ o·do - dlse, and the shift of the exponent, log-sum-exp in base 2. With HAS_SUMS also
-    zeros in `sums_ptr`, [batch, sum_rows, heads, HEAD_DIM].
+    zeros in `sums_ptr`, [batch, rows, heads, HEAD_DIM].
 
     A row that saw no key has log-sum-exp -inf; its shift is +inf, so that every probability recomputed from it is 0.
     """
@@ -54,19 +54,18 @@ def row_terms_kernel(
     tl.store(delta_ptr + base, delta, mask=inside)
     if HAS_SUMS:
         columns = tl.arange(0, BLOCK_D)
-        places = ((batch * sum_rows + offs) * heads + head)[:, None] * HEAD_DIM + columns[None, :]
-        held = (offs < sum_rows)[:, None] & (columns < HEAD_DIM)[None, :]
+        places = ((batch * rows + offs) * heads + head)[:, None] * HEAD_DIM + columns[None, :]
+        held = inside[:, None] & (columns < HEAD_DIM)[None, :]
         tl.store(sums_ptr + places, tl.zeros((BLOCK_M, BLOCK_D), tl.float32), mask=held)
 
 
 @triton.jit
-def query_sums_kernel(sums_ptr, dq_ptr, blocks, count, stride_b, scale, BLOCK: tl.constexpr):
-    """dq = scale · sums: `count` elements of each batch entry, which are `stride_b` apart in the sums."""
-    batch = (tl.program_id(0) // blocks).to(tl.int64)
-    offs = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+def query_sums_kernel(sums_ptr, dq_ptr, count, scale, BLOCK: tl.constexpr):
+    """dq = scale · sums, `count` elements."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < count
-    sums = tl.load(sums_ptr + batch * stride_b + offs, mask=inside, other=0.0)
-    tl.store(dq_ptr + batch * count + offs, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    sums = tl.load(sums_ptr + offs, mask=inside, other=0.0)
+    tl.store(dq_ptr + offs, (sums * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 def row_terms_launch(
@@ -80,11 +79,10 @@ def row_terms_launch(
     sums: torch.Tensor | None,
 ) -> Launch:
     """What the backward needs of each query row, into `shift` and `delta` (float32, like lse but for the rows' stride),
-    and zeros into `sums` (float32, contiguous, like out but for its rows) unless that is None. A packed batch is one
+    and zeros into `sums` (float32, contiguous, like out) unless that is None. A packed batch is one
     long row of tokens here.
     """
     rows = out.shape[-3]
-    sum_rows = 0 if sums is None else sums.shape[-3]
     batch = 1 if problem.varlen else problem.batch
     args = {
         "o_ptr": out,
@@ -102,7 +100,6 @@ def row_terms_launch(
         "stride_gb": 0 if grad_lse is None or problem.varlen else grad_lse.stride(0),
         "stride_gh": 0 if grad_lse is None else grad_lse.stride(-2),
         "rows": rows,
-        "sum_rows": sum_rows,
         "heads": problem.heads,
         "num_heads": batch * problem.heads,
         "HEAD_DIM": problem.head_dim,
@@ -111,21 +108,16 @@ def row_terms_launch(
         "HAS_DLSE": grad_lse is not None,
         "HAS_SUMS": sums is not None,
     }
-    return Launch(row_terms_kernel, (batch * problem.heads * cdiv(max(rows, sum_rows), _ROWS),), args, 4, 1)
+    return Launch(row_terms_kernel, (batch * problem.heads * cdiv(rows, _ROWS),), args, 4, 1)
 
 
 def query_sums_launch(problem: Problem, sums: torch.Tensor, dq: torch.Tensor) -> Launch:
-    """dQ (contiguous) from its float32 sums over scale, whose rows may go on beyond dQ's."""
-    batch = 1 if problem.varlen else problem.batch
-    count = dq.numel() // batch
-    blocks = cdiv(count, _ELEMENTS)
+    """dQ from its float32 sums over scale, both contiguous."""
     args = {
         "sums_ptr": sums,
         "dq_ptr": dq,
-        "blocks": blocks,
-        "count": count,
-        "stride_b": sums.numel() // batch,
+        "count": dq.numel(),
         "scale": problem.scale,
         "BLOCK": _ELEMENTS,
     }
-    return Launch(query_sums_kernel, (batch * blocks,), args, 8, 1)
+    return Launch(query_sums_kernel, (cdiv(dq.numel(), _ELEMENTS),), args, 8, 1)

@@ -89,6 +89,9 @@ class Shared:
     def load(self, layout: Any) -> torch.Tensor:
         return self.data.clone()
 
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.data.view(-1).view(dtype)[: torch.Size(shape).numel()].view(shape))
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
