@@ -35,17 +35,7 @@ import triton
 import triton.language as tl
 
 from kernels._rows import INTERPRETED, check_beside, check_float, multiprocessors, on_device_of
-
-BITS = (8, 4)
-#: Inputs that are widened together, and that one word's nibbles are spread over; a smaller group makes a smaller block.
-BLOCK = 128
-MAX_SPLITS = 32
-_MERGE_BLOCK = 512
-#: By dtype: the kind of instruction, and, each twice, a number whose unit is one, 1, -1, and minus the first less 8.
-_PTX = {
-    "bf16": ("bf16x2", 0x43004300, 0x3F803F80, 0xBF80BF80, 0xC308C308),
-    "fp16": ("f16x2", 0x64006400, 0x3C003C00, 0xBC00BC00, 0xE408E408),
-}
+from kernels._weight_only import BLOCK, MAX_SPLITS, add_parts, block_of, check_numbers, fields_of, widen
 
 
 class Launch(NamedTuple):
@@ -86,37 +76,6 @@ def _splits(tile: int, programs: int, tokens: int, rows: int, columns: int, bits
     wanted = triton.cdiv(programs * slots, max(1, triton.cdiv(rows, tile)))
     afford = int(0.25 * columns * bits / 8 / (8 * max(1, tokens)))
     return max(1, min(wanted, MAX_SPLITS, columns // (4 * BLOCK), afford))
-
-
-@triton.constexpr_function
-def _widen_ptx(bits, place, dtype):
-    """Field `place` of two 16-bit words as two numbers, by way of 128 (float16: 1024), whose unit is one.
-
-    Four bits: with the sign's bit flipped into 128, which is q + 8 more, less 136. Eight bits: the lower seven in 128,
-    less the sign's in another 128, where it stands for itself.
-    """
-    kind, base, one, minus_one, minus_136 = _PTX[str(dtype)]
-    head = f"{{ .reg .b32 t, s, u, v; shr.b32 t, $1, {bits * place}; "
-    if bits == 4:
-        return (
-            f"{head} lop3.b32 t, t, 0x000F000F, {base | 0x00080008:#x}, 0x6A; "
-            f"mov.b32 u, {one:#x}; mov.b32 v, {minus_136:#x}; fma.rn.{kind} $0, t, u, v; }}"
-        )
-    return (
-        f"{head} lop3.b32 s, t, 0x00800080, {base:#x}, 0xEA; lop3.b32 t, t, 0x007F007F, {base:#x}, 0xEA; "
-        f"mov.b32 u, {minus_one:#x}; fma.rn.{kind} $0, s, u, t; }}"
-    )
-
-
-@triton.jit
-def _widen(words, PLACE: tl.constexpr, like, BITS: tl.constexpr, BIT_TRICKS: tl.constexpr):
-    """Field PLACE of every word as the number that it stands for, in the dtype of `like`."""
-    if BIT_TRICKS:
-        ptx: tl.constexpr = _widen_ptx(BITS, PLACE, like.dtype)
-        q = tl.inline_asm_elementwise(ptx, "=r,r", [words], dtype=like.dtype, is_pure=True, pack=2)
-    else:
-        q = ((words << (16 - BITS * (PLACE + 1))) >> (16 - BITS)).to(like.dtype)
-    return q
 
 
 @triton.jit
@@ -182,7 +141,7 @@ def weight_only_kernel(
             else:
                 piece = tl.load(x + first, mask=real_token[None, :] & (first + lane < columns)[:, None], other=0.0)
             piece = piece.to(dtype)
-            q = _widen(packed, place, piece, BITS, BIT_TRICKS)
+            q = widen(packed, place, piece, BITS, BIT_TRICKS)
             part = tl.dot(q, piece, part, input_precision="ieee" if EXACT else "tf32")
         if BLOCKS_A_GROUP:
             acc += part * present.to(tl.float32)[:, None]
@@ -194,32 +153,6 @@ def weight_only_kernel(
     tl.store(out_ptr + place_out, acc.to(out_ptr.dtype.element_ty), mask=real_row[:, None] & real_token[None, :])
 
 
-@triton.jit
-def add_parts_kernel(parts_ptr, out_ptr, count, splits, BLOCK: tl.constexpr):
-    """The sum of `splits` parts of `count` numbers each, first to last."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    acc = tl.zeros([BLOCK], tl.float32)
-    part = parts_ptr + place
-    for _ in tl.range(0, splits):
-        acc += tl.load(part, mask=inside, other=0.0)
-        part += count
-    tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def block_of(columns: int, group: int | None) -> int:
-    """Inputs a block under that group size (None: one scale a channel).
-
-    Raises:
-        ValueError: a group that is no multiple of 128 and not 64.
-    """
-    if group is None or (group > 0 and group % BLOCK == 0):
-        return BLOCK
-    if group != BLOCK // 2:
-        raise ValueError(f"group: {group} inputs a scale is not supported; use 64, a multiple of 128, or None")
-    return group
-
-
 def pack(q_NK: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
     """Whole numbers (N, K) as the kernel reads them: int16 words of 16 / bits numbers each, (N, words).
 
@@ -229,11 +162,8 @@ def pack(q_NK: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
     Raises:
         ValueError: another dtype or shape, a number outside the range, bits or group that the kernel does not know.
     """
-    if q_NK.dtype != torch.int8 or q_NK.ndim != 2:
-        raise ValueError(f"q: {q_NK.dtype} of shape {tuple(q_NK.shape)}; it must be int8, (outputs, inputs)")
-    fields, block = _fields(bits), block_of(q_NK.shape[1], group)
-    if bits == 4 and q_NK.numel() and not -8 <= int(q_NK.min()) <= int(q_NK.max()) <= 7:
-        raise ValueError(f"q: numbers from {int(q_NK.min())} to {int(q_NK.max())}; four bits hold -8 to 7")
+    check_numbers(q_NK, bits)
+    fields, block = fields_of(bits), block_of(group)
     rows, blocks = q_NK.shape[0], triton.cdiv(q_NK.shape[1], block)
     padded = torch.nn.functional.pad(q_NK, (0, -q_NK.shape[1] % block))
     parts = padded.view(rows, blocks, fields, block // fields)
@@ -245,18 +175,11 @@ def pack(q_NK: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, columns: int, bits: int, group: int | None) -> torch.Tensor:
     """The whole numbers (N, K) int8 that :func:`pack` was given."""
-    fields, block = _fields(bits), block_of(columns, group)
+    fields, block = fields_of(bits), block_of(group)
     rows, blocks = packed.shape[0], triton.cdiv(columns, block)
     up = torch.arange(16 - bits, -1, -bits, dtype=torch.int16, device=packed.device)[:, None]
     numbers = (packed.view(rows, blocks, 1, block // fields) << up) >> (16 - bits)
     return numbers.to(torch.int8).reshape(rows, blocks * block)[:, :columns]
-
-
-def _fields(bits: int) -> int:
-    """Numbers a word."""
-    if bits not in BITS:
-        raise ValueError(f"bits: {bits} is not supported; use 8 or 4")
-    return 16 // bits
 
 
 def weight_only_matmul(
@@ -313,8 +236,7 @@ def weight_only_matmul(
             num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         if chosen > 1:
-            count = out.numel()
-            add_parts_kernel[(triton.cdiv(count, _MERGE_BLOCK),)](target, out, count, chosen, BLOCK=_MERGE_BLOCK)
+            add_parts(target, out)
     return out
 
 
@@ -323,7 +245,7 @@ def _check_weight(
 ) -> tuple[int, int]:
     """Inputs a block, and output channels."""
     columns = x.shape[1]
-    fields, block = _fields(bits), block_of(x.shape[1], group)
+    fields, block = fields_of(bits), block_of(group)
     wanted = triton.cdiv(columns, block) * (block // fields)
     if packed.ndim != 2 or packed.dtype != torch.int16 or packed.shape[1] != wanted or not packed.is_contiguous():
         raise ValueError(

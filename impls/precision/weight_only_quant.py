@@ -54,6 +54,13 @@ def group_of(workload: Workload) -> int | None:
     return int(workload.group) or None
 
 
+def in_tiles(workload: Workload) -> bool:
+    """Whether the weights are stored in the order of the registers, which is the faster form for few tokens."""
+    from kernels.weight_only_tiles import FEW_TOKENS
+
+    return ITEMSIZE[workload.dtype] == 2 and int(workload.tokens) <= FEW_TOKENS
+
+
 def quantize(weight_NK: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
     """q (N, K) int8 and scales (groups, N) in the weight's dtype: each number to the nearest of a grid through zero.
 
@@ -89,13 +96,14 @@ def widen(q_NK: Tensor, scales_GN: Tensor, group: int | None) -> Tensor:
 def inputs(workload: Workload, ctx: Context) -> Mapping[str, Any]:
     """x (M, K); the weights in our packed form with their scales (G, N), and dequantized (N, K); peers' own forms."""
     from kernels.weight_only_matmul import pack
+    from kernels.weight_only_tiles import pack_tiles
 
     bits, group = int(workload.bits), group_of(workload)
     q, scales = quantize(_weight(workload, ctx), bits, group)
     drawn: dict[str, Any] = {
         "x": _tokens(workload, ctx),
         "weight": widen(q, scales, group),
-        "packed": pack(q, bits, group),
+        "packed": (pack_tiles if in_tiles(workload) else pack)(q, bits, group),
         "scales": scales,
         "bits": bits,
         "group": group,
@@ -128,25 +136,41 @@ def resident(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
 def dequantized(x: Tensor, packed: Tensor, scales: Tensor, bits: int, group: int | None, **_: Any) -> Tensor:
     """All weights widened to memory, then the product."""
     from kernels.weight_only_matmul import unpack
+    from kernels.weight_only_tiles import unpack_tiles
 
-    return x @ widen(unpack(packed, x.shape[1], bits, group), scales, group).T
+    if packed.ndim == 3:
+        q = unpack_tiles(packed, scales.shape[1], x.shape[1], bits)
+    else:
+        q = unpack(packed, x.shape[1], bits, group)
+    return x @ widen(q, scales, group).T
 
 
 def fused(workload: Workload, ctx: Context) -> Callable[..., Tensor]:
-    """Widened on the way to the product, in Triton; the record has its launch and what quantization did."""
+    """Widened on the way to the product, in Triton; the record has its launch and what quantization did.
+
+    A few tokens take weights in another order than many (:mod:`kernels.weight_only_tiles`). Each form has the same
+    bytes; who serves both from one copy takes the few tokens' and widens it for the rest (``dequantize``).
+    """
+    from kernels import weight_only_matmul as over_rows
+    from kernels import weight_only_tiles as over_tiles
     from kernels._rows import multiprocessors
-    from kernels.weight_only_matmul import launch_shape, weight_only_matmul
+
+    product = over_tiles.weight_only_tiles if in_tiles(workload) else over_rows.weight_only_matmul
 
     def run(x: Tensor, packed: Tensor, scales: Tensor, bits: int, group: int | None, **_: Any) -> Tensor:
-        out: Tensor = weight_only_matmul(x, packed, scales, bits=bits, group=group)
+        out: Tensor = product(x, packed, scales, bits=bits, group=group)
         return out
 
     def choice() -> dict[str, float]:
         tokens, outputs, width = int(workload.tokens), int(workload.outputs), int(workload.inputs)
         size, slots = ITEMSIZE[workload.dtype], multiprocessors(ctx.device)
-        shape = launch_shape(tokens, outputs, width, int(workload.bits), size, slots)
+        if in_tiles(workload):
+            blocks = over_tiles.blocks_of(width, group_of(workload))
+            launch = over_tiles.launch_shape(tokens, outputs, blocks, int(workload.bits), slots)._asdict()
+        else:
+            launch = over_rows.launch_shape(tokens, outputs, width, int(workload.bits), size, slots)._asdict()
         return {
-            **shape._asdict(),
+            **{name: number for name, number in launch.items() if number is not None},
             "weight_bytes": stored_bytes(workload),
             "plain_weight_bytes": size * outputs * width,
             "quantization_error": quantization_error(workload, ctx),

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton.language as tl
 
-import kernels.weight_only_matmul as module
 from benchmarks import launch_shapes
+from kernels import _weight_only
 from kernels.weight_only_matmul import Launch, launch_shape, pack, unpack, weight_only_matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -159,9 +159,9 @@ def test_wrong_arguments_are_named():
 def test_every_launch_fits_a_multiprocessor_and_its_parts_are_few(rows, columns, bits, itemsize):
     for tokens in (0, 1, 4, 5, 16, 17, 64, 65, 256):
         shape = launch_shape(tokens, rows, columns, bits, itemsize, H200)
-        stage = shape.rows * module.BLOCK * bits // 8 + shape.tokens * module.BLOCK * itemsize
+        stage = shape.rows * _weight_only.BLOCK * bits // 8 + shape.tokens * _weight_only.BLOCK * itemsize
         assert stage * (shape.stages - 1) <= 200 * 1024
-        assert 1 <= shape.splits <= module.MAX_SPLITS
+        assert 1 <= shape.splits <= _weight_only.MAX_SPLITS
         assert shape.splits == 1 or shape.splits * tokens * 8 <= 0.25 * columns * bits / 8
         assert shape.tokens >= min(tokens, 32)
 
@@ -204,7 +204,7 @@ def evaluate(ptx, word):
 def test_the_ptx_of_widening_gives_every_number(bits, dtype):
     q = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1), dtype=torch.int8)
     for place in range(16 // bits):
-        text = module._widen_ptx(bits, place, dtype)
+        text = _weight_only.widen_ptx(bits, place, dtype)
         ptx = str(getattr(text, "value", text))
         other = 0xA5C3 & ~((2**bits - 1) << bits * place)  # what stands in the other fields must not matter
         for number in q.tolist():
