@@ -18,12 +18,11 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 
 By = Literal["pointers", "hopper", "grouped_mm", "mm"]
-#: Rows an expert has on average from which the library's product pays for the passes beside it, and how large its
-#: gate and up must be for that: small ones make many small tiles, of which our kernel has the gate's end for nothing.
-LIBRARY_ROWS, LIBRARY_SIZE = 512, 2**25
+#: Rows an expert has on average from which a faster product pays for the passes beside it, and how many numbers its
+#: gate and up must have for that: small ones make little to do, of which our first kernel has the gate for nothing.
+LARGE_ROWS, LARGE_SIZE = 512, 2**25
 
 
 class Tile(NamedTuple):
@@ -66,6 +65,11 @@ GROUPED_MM = Tile(0, 0, 0, 0, 0, 0, by="grouped_mm")
 MM = Tile(0, 0, 0, 0, 0, 0, by="mm")
 
 
+def are_large(pairs: int, experts: int, expert_size: int) -> bool:
+    """Whether the layer's products take so long that passes beside them pay for faster ones."""
+    return pairs >= LARGE_ROWS * experts and expert_size >= LARGE_SIZE
+
+
 def launch_shapes(
     pairs: int, experts: int, itemsize: int, whole: bool = True, expert_size: int = 0, library: bool = False
 ) -> Shapes:
@@ -80,10 +84,10 @@ def launch_shapes(
     whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
     expert_size: numbers in an expert's gate and up. library: torch's product over groups takes these tensors.
     """
-    average = triton.cdiv(pairs, experts)
-    if library and average >= LIBRARY_ROWS and expert_size >= LIBRARY_SIZE:
+    if library and are_large(pairs, experts, expert_size):
         return Shapes(*[GROUPED_MM] * 5)
-    rows = max(16, min(128, triton.next_power_of_2(average + average // 2)))
+    average = -(-pairs // experts)
+    rows = max(16, min(128, 1 << (average + average // 2 - 1).bit_length()))
     if itemsize == 4:
         rows = min(rows, 32)
         small = Tile(rows, 32, 32, 4, 2, 8)
@@ -116,11 +120,12 @@ def library_takes(x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch
 def choose(pairs: int, x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch.Tensor) -> Shapes:
     """The plan for that many pairs of a token and an expert of this layer."""
     experts, double, width = gate_up_EHD.shape
+    size = double * width
     return launch_shapes(
         pairs,
         experts,
         x_TD.element_size(),
         whole=(double // 2) % 16 == width % 16 == 0,
-        expert_size=double * width,
-        library=pairs >= LIBRARY_ROWS * experts and library_takes(x_TD, gate_up_EHD, down_EDF),
+        expert_size=size,
+        library=are_large(pairs, experts, size) and library_takes(x_TD, gate_up_EHD, down_EDF),
     )

@@ -1,6 +1,10 @@
 """The products of routed experts on Hopper: every partition on a thread of its own here, the kernel itself on a GPU."""
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,39 @@ def test_nothing_is_read_before_its_copy_is_waited_for_nor_after_its_slot_was_gi
             tensors = drawn(kind, [70, 0, 129], 0, 200, 72)
             on_threads(kind, [70, 0, 129], tensors, order_of([70, 0, 129], 0), HOPPER._replace(stages=2), 1)
             assert_near(tensors[2], wanted(kind, [70, 0, 129], *tensors[:2]), 2)
+
+
+COMPILE = """
+import json
+import torch
+from kernels.moe_hopper_launch import product_launch
+from kernels.moe_order import Order
+from kernels.moe_plan import HOPPER
+places = [torch.empty(n, dtype=torch.int32) for n in (4096, 4096, 8)]
+order = Order(*places, torch.empty(3, 40, dtype=torch.int32), 128)
+found = []
+for kind, *shapes in [(0, (4096, 512), (8, 1024, 512), (4096, 1024)), (1, (4096, 512), (8, 512, 1024), (4096, 1024)),
+                      (2, (4096, 512), (4096, 1024), (8, 512, 1024))]:
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    r = product_launch(*tensors, order, kind, HOPPER).compile()
+    found.append([r.spills, r.shared, r.warpgroup_products, r.opcodes.get("UTMALDG", 0)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_on_hopper_both_groups_multiply_whole_tiles_in_registers() -> None:
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=root, env=kept, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for spills, shared, products, copies in json.loads(done.stdout.splitlines()[-1]):
+        assert spills == 0
+        assert shared <= 227 * 1024
+        assert products == 8  # four of 64x256x16 in a step of each group
+        assert copies >= 3
 
 
 @pytest.mark.gpu
