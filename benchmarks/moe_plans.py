@@ -148,7 +148,7 @@ def tried(name: str, call: Callable[[], Any]) -> Any:
         return None
 
 
-def measure_products(name: str, step: Step) -> Shapes:
+def measure_products(step: Step) -> Shapes:
     """One line a product: each way's milliseconds and TFLOP/s; gives the plan of the best of each."""
     calls: dict[str, Callable[[], object]] = {}
     for product in PRODUCTS:
@@ -171,18 +171,18 @@ def measure_products(name: str, step: Step) -> Shapes:
             for key, time in times.items()
             if key.startswith(product + "|")
         )
-        print(f"{name} {product:13} {'  '.join(said)}", flush=True)
+        print(f"{product:13} {'  '.join(said)}", flush=True)
     found = seconds(step.passes())
-    print(f"{name} passes, µs: " + ", ".join(f"{label} {1e6 * time:.0f}" for label, time in found.items()), flush=True)
+    print("passes, µs: " + ", ".join(f"{label} {1e6 * time:.0f}" for label, time in found.items()), flush=True)
     return best_of_each(step.ways, times, found)
 
 
-def measure_steps(name: str, step: Step, best: Shapes, compiled: bool) -> None:
+def measure_steps(step: Step, best: Shapes, compiled: bool) -> None:
     """One line a plan: milliseconds forward, both, GiB of both's peak, and its error over torch's grouped product's."""
     functions: dict[str, Callable[..., torch.Tensor]] = {"torch_grouped_mm": grouped_mm}
     if compiled:
         functions["torch_compile"] = torch.compile(grouped_mm)
-    print(f"{name} best of each: " + ", ".join(f"{t.by} g{t.group}" for t in best), flush=True)
+    print("best of each: " + ", ".join(f"{t.by} g{t.group}" for t in best), flush=True)
     for label, plan in (step.ways | {"best of each": best}).items():
         functions[label] = lambda *tensors, plan=plan: moe_experts(*tensors, plan=plan)
     truth = step.truth()
@@ -214,8 +214,8 @@ def measure_steps(name: str, step: Step, best: Shapes, compiled: bool) -> None:
     for label in sorted(ratio, key=lambda label: times[label + "|both"]):
         both, forward = times[label + "|both"], times.get(label + "|forward", float("nan"))
         print(
-            f"{name} {label:23} forward {1e3 * forward:7.3f}  both {1e3 * both:7.3f} ms "
-            f"{work / both / 1e12:4.0f} TFLOP/s  {peak[label]:.2f} GiB  error x{ratio[label]:.2f}",
+            f"{label:16} forward {1e3 * forward:.3f} both {1e3 * both:.3f} ms, {work / both / 1e12:.0f} TFLOP/s, "
+            f"{peak[label]:.2f} GiB, error x{ratio[label]:.2f}",
             flush=True,
         )
 
@@ -233,11 +233,12 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     for name in asked.model or ["mixtral_4k", "qwen3_4k"]:
         model = MODELS[name]
+        print(f"{name}: milliseconds/TFLOP/s", flush=True)
         layer = Layer(model, "cuda")
         layer.present = launch_shapes(model.tokens * model.choices, model.experts, 2)
         step = Step(layer, not asked.no_hopper)
-        best = measure_products(name, step)
-        measure_steps(name, step, best, not asked.no_compile)
+        best = measure_products(step)
+        measure_steps(step, best, not asked.no_compile)
         del layer, step
         torch.compiler.reset()  # the next model's sizes are compiled as they are, too
     return 0
