@@ -4,10 +4,10 @@ Bytes for T tokens of K experts, P = T · K pairs, width D, inner width F and e 
 
     spread          e (D T + D P): a token is read once and written to each of its rows
     gate            e 3 F P: gate and up read, the activation written
-    gate backward   e 8 F P: the activation's gradient, gate and up read, their gradients and p · act written, the last
+    gate backward   e 6 F P: the activation's gradient, gate and up read, their gradients and p · act written, the last
                     over the activation's gradient, in whose place it lies; the router's gradient is a sum on the way
 
-A product of our own has these at its ends, where they cost 3 F P fewer each way. They pay where the library's product
+A product of our own has these at its ends, where they move e 2 F P less each way. They pay where the library's product
 is the faster by more than that.
 """
 

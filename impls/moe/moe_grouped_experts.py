@@ -14,13 +14,13 @@ forward, twice that backward. What differs, per pair of e bytes a number, and pe
     backward  plain   gather 2D; p's product and gradient 6D; gate 9F, both halves together 4F; index_add 3D:
                       (11D + 13F)·e, and 6·E·D·F·e to bring the weights' gradients together; 22 launches an expert
               fused   combine D + D/K; the gate is a product's end; 6 launches
-              large   the gradient and x laid out 2D + 2D/K; gate 8F; combine D + D/K: (3D + 3D/K + 8F)·e; 11 launches
+              large   the gradient and x laid out 2D + 2D/K; gate 6F; combine D + D/K: (3D + 3D/K + 6F)·e; 11 launches
 
 Large experts of many tokens go by `large`: a product that reads whole tiles of laid-out rows is the faster by more than
 the passes beside it take (:mod:`kernels.moe_plan`). At 680 TFLOP/s, 4.28 TB/s and 9.5 µs a launch (an H200), where
 launches and device overlap:
 
-    Mixtral 8×7B (8 of 14336, top 2), 4,096 tokens forward and backward    1.14 times: bytes, a few beside the products
+    Mixtral 8×7B (8 of 14336, top 2), 4,096 tokens forward and backward    1.15 times: bytes, a few beside the products
     Qwen3-30B-A3B (128 of 768, top 8), 4,096 tokens forward and backward   27 times: launches, which nothing covers
     decode of 64 tokens                                                    1.15 and 43 times: the same, over the weights
 
@@ -165,7 +165,7 @@ def predict(workload: Workload) -> float:
     token = width + width / choices  # read or written for each of its rows
     fast = over(workload, 1, 1) * token * pairs
     if are_large(pairs, int(workload.experts), 2 * inner * width):
-        fast = over(workload, 2 * token + 3 * inner, 3 * token + 8 * inner) * pairs
+        fast = over(workload, 2 * token + 3 * inner, 3 * token + 6 * inner) * pairs
     slow_host, fast_host = LAUNCH * experts * over(workload, 10, 22), LAUNCH * over(workload, 5, 6)
     return max(slow_host, products + slow * size / COPY) / max(fast_host, products + fast * size / COPY)
 
