@@ -5,7 +5,7 @@
 Bytes, with C the cache that the batch attends to (2 · tokens · KV heads · E · itemsize):
 
     plain   gather reads C, writes C; attention reads C: 3·C. A cache of 8 bits is widened in between, C read and 2·C
-            written, and attention reads these: 7·C
+            written, and attention reads these: 7·C; compiled, it is widened while it is gathered: 5·C
     paged   reads C once
 
 so about three times faster at 16 bits where memory binds, which it does from a few sequences on, and seven times at 8.
@@ -14,6 +14,10 @@ What is paid: a table look-up a block, nothing in memory; the plain way also nee
 The plain way is as fast as torch lets it be: one gather brings each head's part of a block where attention wants it (an
 index by block alone leaves the heads inside of blocks, and costs a second copy), and scales of 8 bits go to the queries
 and to the output, not to the copy.
+
+At 8 bits it is slower than its bytes: torch's conversion from int8 or float8 is the general elementwise kernel, which
+loads element by element and finds out the type of each at run time (ATen/native/cuda/Copy.cu). ``torch_compile`` has
+neither that nor the copy in 8 bits: it is what the kernel is to be held against there.
 
 ``flashinfer`` is that library's decode over the same cache; its plan is made once, for tables that do not change.
 Workloads name ``cache``: the queries' own dtype (``same``), int8 or float8_e4m3fn with a scale a KV head.
@@ -231,6 +235,7 @@ PAIR = Pair(
     variants={
         "baseline": Variant(gathered, builds=True),
         "optimized": Variant(paged, requires=("triton",)),
+        "torch_compile": Variant(gathered, peer="torch", requires=("compiler",), builds=True, compiled=True),
         "flashinfer": Variant(
             flashinfer, peer="library", requires=("cuda", "package:flashinfer"), supports=same_dtype, builds=True
         ),

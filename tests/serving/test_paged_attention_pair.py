@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.pair import Context
@@ -49,3 +52,22 @@ def test_keys_and_values_are_copied_once_and_widened_once(cache: str, copies: in
     if cache == "same":
         wide |= {name: tensors[name].double() for name in "kv"}
     torch.testing.assert_close(out.double(), paged_attention.oracle(**wide), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("cache", ["int8", "float8_e4m3fn"])
+def test_compiled_it_widens_while_it_gathers(cache: str) -> None:
+    (workload,) = parse_workloads("paged_attention", [{**SHAPE, "cache": cache}], "this test")
+    ctx = Context(torch.device("cpu"), torch.float32, seed=1)
+    variant = paged_attention.PAIR.variant("torch_compile")
+    assert variant.peer == "torch"
+    assert variant.compiled
+    tensors = paged_attention.inputs(workload, ctx)
+    run = variant.fn(workload, ctx)
+    torch._dynamo.reset()
+    out, (code,) = run_and_get_code(torch.compile(run, dynamic=False), **tensors)
+    torch.testing.assert_close(out, run(**tensors))
+    made = re.findall(r"= empty_strided\w*\((.*?)\)\n", code)
+    assert made
+    assert not [call for call in made if cache in call], "a copy in 8 bits"
