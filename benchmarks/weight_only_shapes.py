@@ -45,14 +45,17 @@ CASES = [Case(4, 1), Case(8, 1), Case(4, 16), Case(8, 16), Case(4, 8), Case(4, 1
 
 
 def candidates(case: Case) -> Iterator[Launch]:
-    """Programs of 2 to 16 warps that ask for one to four blocks at once."""
+    """Programs of 2 to 16 warps that ask for one to four blocks at once, and some of two tiles."""
     tokens = 8 if case.tokens <= 8 else 16
     for warps in (2, 4, 8, 16):
         for ahead in (1, 2, 4):
             if ahead <= (4 if case.bits == 4 else 2) and warps * ahead >= 4:
                 yield Launch(tokens, warps, ahead)
-    yield Launch(tokens, 4, 2, registers=64)
+    for warps in (4, 8):
+        for registers in (None, 72, 96):
+            yield Launch(tokens, warps, 1, tiles=2, registers=registers)
     yield Launch(tokens, 4, 2, registers=72)
+    yield Launch(tokens, 8, 2, tiles=2)
     yield Launch(tokens, 4, 2, splits=2)
 
 
@@ -101,10 +104,11 @@ class Product:
 
 
 def name(shape: Launch) -> str:
-    """A launch in few characters."""
-    registers = f" {shape.registers} registers" if shape.registers else ""
-    splits = f" {shape.splits} splits" if shape.splits > 1 else ""
-    return f"{shape.warps}x{shape.ahead}{registers}{splits}"
+    """A launch in few characters: warps x blocks ahead x tiles, at most so many registers, in so many splits."""
+    tiles = f"x{shape.tiles}" if shape.tiles > 1 else ""
+    registers = f" at {shape.registers}" if shape.registers else ""
+    splits = f" in {shape.splits}" if shape.splits > 1 else ""
+    return f"{shape.warps}x{shape.ahead}{tiles}{registers}{splits}"
 
 
 def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -123,8 +127,8 @@ def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {label: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for label, pairs in events.items()}
 
 
-def measure(case: Case, rounds: int, device: str = "cuda") -> str:
-    """A case's line: the peers, the present choice, and every candidate from the fastest on; who is wrong, is said."""
+def measure(case: Case, rounds: int, best: int, device: str = "cuda") -> str:
+    """A case's line: the peers, the present choice, and the `best` candidates in order; who is wrong, is said."""
     product = Product(case, device)
     truth = product.truth()
     calls: dict[str, Callable[[], torch.Tensor]] = {**product.peers(), "as it is": product.few}
@@ -141,7 +145,8 @@ def measure(case: Case, rounds: int, device: str = "cuda") -> str:
             wrong.append(said)
             del calls[label]
     found = seconds(calls, rounds)
-    order = [*(p for p in peers if p in found), *sorted(found.keys() - set(peers), key=lambda label: found[label])]
+    order = sorted(found.keys() - set(peers), key=lambda label: found[label])[:best]
+    order = [*(p for p in peers if p in found), *order]
     times = "; ".join(f"{label} {1e6 * found[label]:.1f}" for label in order)
     return f"{case}: floor {1e6 * product.nbytes / COPY:.1f}; {times}" + "".join(f"\n  WRONG {w}" for w in wrong)
 
@@ -150,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.weight_only_shapes", description=__doc__)
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--best", type=int, default=9, help="how many candidates of a case to print")
     parser.add_argument("--case", metavar="TEXT", default="", help="only cases whose printed name has this text")
     parser.add_argument("--compile", metavar="I/N", help="compile every N-th candidate from the I-th on; time nothing")
     args = parser.parse_args(argv)
@@ -165,7 +171,7 @@ def main(argv: list[str] | None = None) -> int:
             Product(case, "cuda").few(shape)
         return 0
     for case in cases:
-        print(measure(case, args.rounds), flush=True)
+        print(measure(case, args.rounds, args.best), flush=True)
     return 0
 
 

@@ -48,6 +48,7 @@ class Launch(NamedTuple):
     tokens: int  # a program, 8 or 16
     warps: int  # of one program; they share its inputs
     ahead: int  # blocks of inputs that a warp asks for at once
+    tiles: int = 1  # of 16 rows a program, 1 or 2: its warps load tokens once for all of them
     splits: int = 1  # programs that share the inputs of one tile
     registers: int | None = None  # a thread, at most
 
@@ -65,7 +66,7 @@ def launch_shape(tokens: int, rows: int, blocks: int, bits: int, slots: int) -> 
     warps = min(warps, triton.next_power_of_2(max(1, blocks)))
     ahead = 2 if bits == 4 and blocks >= 2 * warps and blocks % (2 * warps) == 0 else 1
     splits = max(1, min(slots // tiles, blocks // (2 * warps), MAX_SPLITS))
-    return Launch(8 if tokens <= 8 else 16, warps, ahead, splits)
+    return Launch(8 if tokens <= 8 else 16, warps, ahead, splits=splits)
 
 
 def blocks_of(columns: int, group: int | None) -> int:
@@ -82,6 +83,22 @@ def _fence():
 
 
 @triton.jit
+def _words(place, inside, EVEN: tl.constexpr):
+    """A step's words, each used once; zeros for the warps that have no block."""
+    if EVEN:
+        words = tl.load(place, eviction_policy="evict_first")
+    else:
+        words = tl.load(place, mask=inside, other=0, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
+def _scales(place, inside, EVEN: tl.constexpr):
+    """Scales (WARPS, 16) of a block; zeros for the warps that have none."""
+    return tl.load(place) if EVEN else tl.load(place, mask=inside, other=0.0)
+
+
+@triton.jit
 def _operand(words, like, BITS: tl.constexpr, WARPS: tl.constexpr, BIT_TRICKS: tl.constexpr):
     """Words (WARPS, 256) as the products' rows, (WARPS, 16, 64 in 4 bits or 32 in 8); no number changes its thread."""
     if BITS == 4:
@@ -94,6 +111,13 @@ def _operand(words, like, BITS: tl.constexpr, WARPS: tl.constexpr, BIT_TRICKS: t
         q = q.reshape(WARPS, 8, 4, 2, 2, 2, 2)  # a g t h m e r
         q = q.permute(0, 4, 1, 6, 2, 3, 5).reshape(WARPS, 16, 32)
     return q
+
+
+@triton.jit
+def _below(upper, lower):
+    """Two operands (WARPS, 16, inputs) as one of 32 rows."""
+    q = tl.join(upper, lower).permute(0, 3, 1, 2)
+    return q.reshape(upper.shape[0], 32, upper.shape[2])
 
 
 @triton.jit
@@ -118,9 +142,9 @@ def _columns(x, column, end, STEP: tl.constexpr, EVEN: tl.constexpr, like, WARPS
 def weight_only_tiles_kernel(
     x_ptr, tiles_ptr, scales_ptr, out_ptr, tokens, rows, columns, x_stride, blocks, share,
     BITS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_A_GROUP: tl.constexpr, TOKENS: tl.constexpr, WARPS: tl.constexpr,
-    AHEAD: tl.constexpr, EVEN: tl.constexpr, BIT_TRICKS: tl.constexpr, WIDE: tl.constexpr,
+    AHEAD: tl.constexpr, TILES: tl.constexpr, EVEN: tl.constexpr, BIT_TRICKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of 16 output channels for TOKENS tokens over `share` blocks of inputs, WARPS blocks at a time.
+    """TILES times 16 output channels for TOKENS tokens over `share` blocks of inputs, WARPS blocks at a time.
 
     BLOCKS_A_GROUP: blocks that share a scale, 0 when the channel has one scale. EVEN: every step has whole blocks for
     all warps. WIDE: the product is taken in float32, for the interpreter.
@@ -128,7 +152,8 @@ def weight_only_tiles_kernel(
     STEP: tl.constexpr = 256 // BITS  # inputs
     STEPS: tl.constexpr = BLOCK // STEP
     like = tl.zeros([1], tl.float32 if WIDE else x_ptr.dtype.element_ty)
-    tile = tl.program_id(0)
+    ROWS: tl.constexpr = 16 * TILES
+    first_row = tl.program_id(0) * ROWS
     first_token = tl.program_id(1) * TOKENS
     split = tl.program_id(2)
     start = split * share
@@ -138,41 +163,44 @@ def weight_only_tiles_kernel(
     eight = tl.arange(0, WARPS * 8) % 8  # a warp's tokens; together with its inputs one dimension, so that
     eighth = tl.arange(0, WARPS * 8) // 8  # the loads' own layout can be no other than the one that products take
 
-    words = tiles_ptr + tile.to(tl.int64) * (blocks * STEPS * 256)
-    words += warp[:, None] * (STEPS * 256) + tl.arange(0, 256)[None, :]
+    of_warp = warp[:, None] * (STEPS * 256) + tl.arange(0, 256)[None, :]
+    tile = tl.program_id(0) * TILES
+    words = tiles_ptr + of_warp + tile.to(tl.int64) * (blocks * STEPS * 256)
+    below = tiles_ptr + of_warp + tl.minimum(tile + 1, (rows - 1) // 16).to(tl.int64) * (blocks * STEPS * 256)
     column = (eighth * BLOCK)[:, None] + tl.arange(0, 32)[None, :]
     x = x_ptr + column + tl.minimum(first_token + eight, tokens - 1).to(tl.int64)[:, None] * x_stride
     y = x_ptr + column + tl.minimum(first_token + 8 + eight, tokens - 1).to(tl.int64)[:, None] * x_stride
-    row = tl.minimum(tile * 16 + tl.arange(0, 16), rows - 1)
-    acc = tl.zeros([WARPS, 16, TOKENS], tl.float32)
+    row = tl.minimum(first_row + tl.arange(0, 16), rows - 1)
+    row_below = tl.minimum(first_row + 16 + tl.arange(0, 16), rows - 1)
+    acc = tl.zeros([WARPS, ROWS, TOKENS], tl.float32)
 
     for first in tl.range(start, stop, WARPS * AHEAD):
         loaded = ()
         scales = ()
-        here = words + first * (STEPS * 256)
         for ahead in tl.static_range(AHEAD):
             for step in tl.static_range(STEPS):
-                place = here + (ahead * WARPS * STEPS + step) * 256
-                if EVEN:
-                    loaded += (tl.load(place, eviction_policy="evict_first"),)
-                else:
-                    inside = first + ahead * WARPS + warp < stop
-                    loaded += (tl.load(place, mask=inside[:, None], other=0, eviction_policy="evict_first"),)
+                place = first * (STEPS * 256) + (ahead * WARPS * STEPS + step) * 256
+                inside = (first + ahead * WARPS + warp < stop)[:, None]
+                loaded += (_words(words + place, inside, EVEN),)
+                if TILES == 2:
+                    loaded += (_words(below + place, inside, EVEN),)
         if BLOCKS_A_GROUP:
             for ahead in tl.static_range(AHEAD):
                 block = first + ahead * WARPS + warp
-                at = scales_ptr + (block // BLOCKS_A_GROUP).to(tl.int64)[:, None] * rows + row[None, :]
-                if EVEN:
-                    scales += (tl.load(at),)
-                else:
-                    scales += (tl.load(at, mask=(block < stop)[:, None], other=0.0),)
+                at = scales_ptr + (block // BLOCKS_A_GROUP).to(tl.int64)[:, None] * rows
+                scales += (_scales(at + row[None, :], (block < stop)[:, None], EVEN),)
+                if TILES == 2:
+                    scales += (_scales(at + row_below[None, :], (block < stop)[:, None], EVEN),)
         if not WIDE:
             _fence()
 
         for ahead in tl.static_range(AHEAD):
-            part = tl.zeros([WARPS, 16, TOKENS], tl.float32) if BLOCKS_A_GROUP else acc
+            part = tl.zeros([WARPS, ROWS, TOKENS], tl.float32) if BLOCKS_A_GROUP else acc
             for step in tl.static_range(STEPS):
-                q = _operand(loaded[ahead * STEPS + step], like, BITS, WARPS, BIT_TRICKS)
+                q = _operand(loaded[(ahead * STEPS + step) * TILES], like, BITS, WARPS, BIT_TRICKS)
+                if TILES == 2:
+                    lower = loaded[(ahead * STEPS + step) * TILES + 1]
+                    q = _below(q, _operand(lower, like, BITS, WARPS, BIT_TRICKS))
                 at_column = first * BLOCK + (ahead * WARPS * BLOCK + step * STEP)
                 piece = _columns(x + at_column, column + at_column, end, STEP, EVEN, like, WARPS)
                 if TOKENS == 16:
@@ -180,15 +208,18 @@ def weight_only_tiles_kernel(
                     piece = tl.join(piece, more).permute(0, 1, 3, 2).reshape(WARPS, STEP, 16)
                 part = tl.dot(q, piece, part, input_precision="ieee" if WIDE else "tf32")
             if BLOCKS_A_GROUP:
-                acc += part * scales[ahead].to(tl.float32)[:, :, None]
+                scale = scales[ahead * TILES]
+                if TILES == 2:
+                    scale = tl.join(scale, scales[ahead * TILES + 1]).permute(0, 2, 1).reshape(WARPS, ROWS)
+                acc += part * scale.to(tl.float32)[:, :, None]
             else:
                 acc = part
 
     total = tl.sum(acc, 0)
+    channel = first_row + tl.arange(0, ROWS)
     if BLOCKS_A_GROUP == 0:
-        total *= tl.load(scales_ptr + row).to(tl.float32)[:, None]
+        total *= tl.load(scales_ptr + channel, mask=channel < rows, other=0.0).to(tl.float32)[:, None]
     token = first_token + tl.arange(0, TOKENS)
-    channel = tile * 16 + tl.arange(0, 16)
     place_out = (split * tokens + token).to(tl.int64)[None, :] * rows + channel[:, None]
     inside = (channel < rows)[:, None] & (token < tokens)[None, :]
     tl.store(out_ptr + place_out, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -282,11 +313,11 @@ def weight_only_tiles(
     options = {} if shape.registers is None else {"maxnreg": shape.registers}
     whole = columns % block == 0 and blocks % share == 0 and share % (shape.warps * shape.ahead) == 0
     with on_device_of(x_MK):
-        weight_only_tiles_kernel[(len(tiles), triton.cdiv(tokens, shape.tokens), chosen)](
+        weight_only_tiles_kernel[(triton.cdiv(len(tiles), shape.tiles), triton.cdiv(tokens, shape.tokens), chosen)](
             x_MK, tiles, scales_GN, target, tokens, rows, columns, x_MK.stride(0), blocks, share,
             BITS=bits, BLOCK=block, BLOCKS_A_GROUP=0 if group is None else group // block, TOKENS=shape.tokens,
-            WARPS=shape.warps, AHEAD=shape.ahead, EVEN=whole, BIT_TRICKS=not INTERPRETED, WIDE=INTERPRETED,
-            num_warps=shape.warps, num_stages=1, **options,
+            WARPS=shape.warps, AHEAD=shape.ahead, TILES=shape.tiles, EVEN=whole,
+            BIT_TRICKS=not INTERPRETED, WIDE=INTERPRETED, num_warps=shape.warps, num_stages=1, **options,
         )  # fmt: skip
         if chosen > 1:
             add_parts(target, out)

@@ -80,11 +80,11 @@ def test_equals_float64_and_rounds_at_the_end_only(bits, group, tokens, rows, co
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 128)])
-@pytest.mark.parametrize("shape", [Launch(8, 1, 1), Launch(16, 2, 4), Launch(8, 4, 2), Launch(8, 16, 1)], ids=str)
+@pytest.mark.parametrize("shape", [Launch(8, 1, 1), Launch(16, 2, 4, 2), Launch(8, 4, 2), Launch(8, 16, 1)], ids=str)
 @pytest.mark.parametrize("columns", [1024, 1160])
 def test_any_launch_and_any_splits_give_the_same(bits, group, shape, columns, monkeypatch, assert_near):
     monkeypatch.setattr(module, "launch_shape", lambda *_: shape)
-    q, scales, x = numbers(bits, 9, columns), scales_for(group, 9, columns), draw(3, columns)
+    q, scales, x = numbers(bits, 39, columns), scales_for(group, 39, columns), draw(3, columns)
     tiles, truth = pack_tiles(q, bits, group), exact(x, q, scales, group)
     for splits in (1, 2, 3, 32):
         first, second = (weight_only_tiles(x, tiles, scales, bits=bits, group=group, splits=splits) for _ in range(2))
@@ -183,18 +183,21 @@ def test_every_launch_has_work_for_each_warp_and_enough_in_flight(tokens, rows, 
 @pytest.mark.slow
 def test_on_hopper_loads_run_ahead_and_become_the_operand_as_they_are(compile_for_hopper):
     jobs = []
-    for tokens, bits, group, kind in [
-        (1, 4, 128, "bf16"),
-        (1, 8, None, "bf16"),
-        (16, 4, 128, "fp16"),
-        (16, 8, None, "bf16"),
+    for tokens, bits, group, kind, tiles in [
+        (1, 4, 128, "bf16", 1),
+        (1, 8, None, "bf16", 1),
+        (16, 4, 128, "fp16", 1),
+        (16, 8, None, "bf16", 1),
+        (1, 4, 128, "bf16", 2),
     ]:
-        shape = launch_shape(tokens, 14336, 32, bits, H200)
+        shape = launch_shape(tokens, 14336, 32, bits, H200)._replace(tiles=tiles)
+        shape = shape._replace(ahead=1) if tiles == 2 else shape
         arguments = {
             "x_ptr": f"*{kind}", "tiles_ptr": "*i16", "scales_ptr": f"*{kind}", "out_ptr": f"*{kind}",
             "tokens": "i32", "rows": "i32", "columns": "i32", "x_stride": "i32", "blocks": "i32", "share": "i32",
             "BITS": bits, "BLOCK": 128, "BLOCKS_A_GROUP": int(group is not None), "TOKENS": shape.tokens,
-            "WARPS": shape.warps, "AHEAD": shape.ahead, "EVEN": True, "BIT_TRICKS": True, "WIDE": False,
+            "WARPS": shape.warps, "AHEAD": shape.ahead, "TILES": shape.tiles, "EVEN": True,
+            "BIT_TRICKS": True, "WIDE": False,
         }  # fmt: skip
         name = "kernels.weight_only_tiles:weight_only_tiles_kernel"
         options = {"num_stages": 1}
@@ -208,12 +211,12 @@ def test_on_hopper_loads_run_ahead_and_become_the_operand_as_they_are(compile_fo
         ahead, fence, _ = before.partition("bar.warp.sync")
         assert fence
         wide = len(re.findall(r"ld\.global\S*\.v4\.b32", ahead))
-        assert wide == given["AHEAD"] * 128 * given["BITS"] // 256, (
+        assert wide == given["TILES"] * given["AHEAD"] * 128 * given["BITS"] // 256, (
             "each warp asks for all its words before the first use"
         )
         assert report["stack"] == 0, given
         resident = REGISTERS // (32 * 8 * -(-report["registers"] // 8))  # warps
-        assert resident * given["AHEAD"] * 128 * 2 * given["BITS"] >= 26 * 1024
+        assert resident * given["TILES"] * given["AHEAD"] * 128 * 2 * given["BITS"] >= 26 * 1024
 
 
 @pytest.mark.parametrize("case", [c._replace(outputs=20, inputs=520) for c in weight_only_shapes.CASES[:4]], ids=str)
@@ -235,7 +238,7 @@ def test_a_candidate_that_is_wrong_is_said_and_not_timed(monkeypatch):
     monkeypatch.setattr(weight_only_shapes, "candidates", lambda case: shapes)
     monkeypatch.setattr(weight_only_shapes, "seconds", lambda calls, rounds: dict.fromkeys(calls, 2e-6))
     monkeypatch.setattr(weight_only_shapes.Product, "few", lambda self, s=None: few(self, s) + (s == shapes[1]))
-    said = weight_only_shapes.measure(weight_only_shapes.Case(4, 1, 20, 256), 3, DEVICE)
+    said = weight_only_shapes.measure(weight_only_shapes.Case(4, 1, 20, 256), 3, 9, DEVICE)
     timed, wrong = said.split("\n")
     assert "over rows 2.0" in timed
     assert "2x1 2.0" in timed
