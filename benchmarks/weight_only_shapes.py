@@ -126,7 +126,7 @@ def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 
 def measure(case: Case, rounds: int, best: int, device: str = "cuda") -> str:
-    """A case's line: the peers, then the `best` of ours and the present choice. Who is wrong is said, ours not timed."""
+    """A case's line: the peers and the present choice, then the `best` candidates. Wrong ones are said, not timed."""
     product = Product(case, device)
     truth = product.truth()
     calls: dict[str, Callable[[], torch.Tensor]] = {**product.peers(), "as it is": product.few}
@@ -145,8 +145,7 @@ def measure(case: Case, rounds: int, best: int, device: str = "cuda") -> str:
             del calls[label]
     found = seconds(calls, rounds)
     ours = sorted(found.keys() - set(peers), key=lambda label: found[label])
-    shown = [label for place, label in enumerate(ours) if place < best or label == "as it is"]
-    order = [*(p for p in peers if p in found), *shown]
+    order = [*(p for p in peers if p in found), *ours[:best]]
     times = "; ".join(f"{label} {1e6 * found[label]:.1f}" for label in order)
     return f"{case}: floor {1e6 * product.nbytes / COPY:.1f}; {times}" + "".join(f"\n  WRONG {w}" for w in wrong)
 
