@@ -89,15 +89,11 @@ def _checked(config: Config, problem: Problem, q: torch.Tensor, k: torch.Tensor,
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if not is_describable(tensor):
                 raise ValueError(f"{name}: descriptors need a base and strides of multiples of 16 bytes; use pointers")
-    if config.hopper is not None or config.hopper_backward is not None:
-        from .flash_attention_hopper_launch import HopperBackwardTile, HopperTile, unsupported_by_hopper
+    if config.hopper is not None or config.hopper_backward:
+        from .flash_attention_hopper_launch import HopperTile, unsupported_by_hopper
 
-        for name, tile, kind in (
-            ("hopper", config.hopper, HopperTile),
-            ("hopper_backward", config.hopper_backward, HopperBackwardTile),
-        ):
-            if tile is not None and not isinstance(tile, kind):
-                raise ValueError(f"config: {name}={tile!r} is not supported; use a {kind.__name__}, or None")
+        if config.hopper is not None and not isinstance(config.hopper, HopperTile):
+            raise ValueError(f"config: hopper={config.hopper!r} is not supported; use a HopperTile, or None")
         reason = unsupported_by_hopper(problem)
         if reason is not None:
             raise ValueError(f"{reason}; leave the kernel's choice open")
@@ -167,7 +163,7 @@ def flash_attention_backward(
     # Rows of 16 bytes' multiples, which the copy engine can address.
     padded = (lse.shape[-1] + 3) // 4 * 4
     shift, delta = (lse.new_empty(*lse.shape[:-1], padded)[..., : lse.shape[-1]] for _ in range(2))
-    hopper = None if deterministic else config.hopper_backward
+    hopper = config.hopper_backward and not deterministic
     sums: torch.Tensor | None = None
     if hopper or not (deterministic or config.two_passes):
         sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -176,7 +172,7 @@ def flash_attention_backward(
     if hopper and sums is not None:
         from .flash_attention_hopper_launch import hopper_backward_launch
 
-        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta, hopper), q)
+        run(hopper_backward_launch(problem, inputs, dk, dv, sums, shift, delta), q)
     else:
         run(backward_launch(problem, config, inputs, dk, dv, sums, shift, delta, cu_seqlens_q, cu_seqlens_k), q)
     if sums is None:

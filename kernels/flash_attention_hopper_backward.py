@@ -4,13 +4,14 @@ One program holds a tile of 128 keys and walks the queries that see it. A feeder
 ring in shared memory; two groups of four warps own 64 keys each and keep their rows of dK and dV in registers
 (FlashAttention-3, Shah et al. 2024, appendix on the backward pass). Scores are held transposed, [keys, queries]:
 
-    Sᵀ = K Qᵀ, dPᵀ = V dOᵀ     issued together; exponentials of the first run beside the second
+    Sᵀ = K Qᵀ                   a turn ahead
+    dPᵀ = V dOᵀ                 exponentials of the scores run beside it
     dV += Pᵀ dO                 issued before dSᵀ = Pᵀ ∘ (dPᵀ - delta) is computed, runs beside it
     dK += dSᵀ Q                 from registers, runs while dS goes to shared memory
-    dQ += dS K                  over the keys of both groups; each group takes half of it, and adds it to a float32
-                                buffer with atomic adds, so that the last bits of dQ change from run to run
+    dQ += dS K                  over the keys of both groups; each group takes half of it, and the copy engine adds it
+                                to a float32 buffer, so that the last bits of dQ change from run to run
 
-With AHEAD the next turn's scores are issued behind dQ's product and run while dQ leaves; without, with dPᵀ as above.
+Scores of the next turn are issued behind dQ's product and run while dQ leaves.
 
 Dense batches, causal or full, head dimensions 64 and 128; compute capability 9.0 only. Barriers are counted as in the
 forward kernel. With D = 128 the halves of dQ are columns, with D = 64 (tiles of 128 queries) rows.
@@ -103,7 +104,7 @@ def _feed(
 def _turns(
     begin, end, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, MASKED: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """A group's turns from `begin` to `end` of `turns`, those that a causal mask may cut or those that none does."""
     q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
@@ -129,16 +130,11 @@ def _turns(
         parity = turn // STAGES & 1
         q = q_bufs.index(slot).reshape([BLOCK_M, HEAD_DIM])
         do = do_bufs.index(slot).reshape([BLOCK_M, HEAD_DIM])
-        if not AHEAD:
-            mbarrier.wait(q_full.index(slot), parity)
-            scores_token = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(do_full.index(slot), parity)
         dp_token = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if not AHEAD:
-            scores = warpgroup_mma_wait(1, deps=[scores_token])
         p = gl.exp2(scores * scale_log2 - shift_bufs.index(slot).load(S_LAYOUT))
         # A branch, not a select: the assembler would move the wait below up past the exponentials, which are to run
-        # beside the second product, and moves nothing past a branch that reads them.
+        # beside that product, and moves nothing past a branch that reads them.
         if MASKED:
             if (tile * BLOCK_M < plain) | masked_tile:
                 last = gl.minimum(tile * BLOCK_M + columns + (kv_len - q_len), kv_len - 1)
@@ -166,15 +162,14 @@ def _turns(
         else:
             dq_token = warpgroup_mma(ds_t.slice(HALF * DQ_ROWS, DQ_ROWS, 0), keys, empty, use_acc=False, is_async=True)
         dv, p_operand = warpgroup_mma_wait(2, deps=[dv_token, p_operand])
-        if AHEAD:
-            next_slot = (turn + 1) % STAGES
-            if turn + 1 < turns:  # after the last turn the product is nobody's, and reads whatever lies there
-                mbarrier.wait(q_full.index(next_slot), (turn + 1) // STAGES & 1)
-            next_q = q_bufs.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
-            scores_token = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dk, ds_operand = warpgroup_mma_wait(1 + AHEAD, deps=[dk_token, ds_operand])
+        next_slot = (turn + 1) % STAGES
+        if turn + 1 < turns:  # after the last turn the product is nobody's, and reads whatever lies there
+            mbarrier.wait(q_full.index(next_slot), (turn + 1) // STAGES & 1)
+        next_q = q_bufs.index(next_slot).reshape([BLOCK_M, HEAD_DIM])
+        scores_token = warpgroup_mma(k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dk, ds_operand = warpgroup_mma_wait(2, deps=[dk_token, ds_operand])
         mbarrier.arrive(q_empty.index(slot), count=1)
-        dq = warpgroup_mma_wait(0 + AHEAD, deps=[dq_token])
+        dq = warpgroup_mma_wait(1, deps=[dq_token])
         dq_bufs.index(HALF).reshape([DQ_ROWS, DQ_COLS]).store(dq)
         fence_async_shared()
         threads_meet()
@@ -183,8 +178,7 @@ def _turns(
             async_reduce_add(dq_desc, [batch, head, row, HALF * DQ_COLS], dq_bufs.index(HALF))
         else:
             async_reduce_add(dq_desc, [batch, head, row + HALF * DQ_ROWS, 0], dq_bufs.index(HALF))
-        if AHEAD:
-            scores = warpgroup_mma_wait(0, deps=[scores_token])
+        scores = warpgroup_mma_wait(0, deps=[scores_token])
     return dk, dv, scores
 
 
@@ -192,7 +186,7 @@ def _turns(
 def _differentiate(
     dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
     HALF: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, CAUSAL: gl.constexpr, AHEAD: gl.constexpr,
+    GROUP: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: 64 keys, over every query tile."""
     q_bufs, do_bufs, shift_bufs, delta_bufs, ds_bufs, dq_bufs = buffers
@@ -210,13 +204,12 @@ def _differentiate(
     dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, D_LAYOUT)
     mbarrier.wait(kv_full.index(0), 0)
     turns = GROUP * gl.maximum(gl.cdiv(q_len, BLOCK_M) - first, 0)
-    scores = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
-    if AHEAD:
-        if turns > 0:
-            mbarrier.wait(q_full.index(0), 0)
-        first_q = q_bufs.index(0).reshape([BLOCK_M, HEAD_DIM])
-        scores_token = warpgroup_mma(k, first_q.permute((1, 0)), scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores_token])
+    zeros = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+    if turns > 0:
+        mbarrier.wait(q_full.index(0), 0)
+    first_q = q_bufs.index(0).reshape([BLOCK_M, HEAD_DIM])
+    scores_token = warpgroup_mma(k, first_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores_token])
     masked = 0
     if CAUSAL:
         # The turns that the mask cuts come first, and have a loop of their own: the other one gets by with fewer
@@ -226,12 +219,12 @@ def _differentiate(
             masked = gl.minimum(gl.maximum(gl.cdiv(plain, BLOCK_M) - first, 0), turns)
         dk, dv, scores = _turns(
             0, masked, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
-            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, True, AHEAD,
+            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, True,
         )  # fmt: skip
     if not CAUSAL or (GROUP == 1 and HEAD_DIM == 64):
         dk, dv, scores = _turns(
             masked, turns, turns, dk, dv, scores, k, keys, v, buffers, barriers, dq_desc, place, schedule, scale_log2,
-            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, False, AHEAD,
+            HALF, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, False,
         )  # fmt: skip
 
     # The gradients leave through buffers that nobody else reads: the group's values, and its part of dQ.
@@ -252,7 +245,7 @@ def hopper_backward_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, dk_desc, dv_desc, dq_desc,
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section, scale_log2, scale,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr, AHEAD: gl.constexpr,
+    CAUSAL: gl.constexpr, DS_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """One tile of keys: writes its dK and dV, and adds dS K, unscaled, to what `dq_desc` describes, in float32."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
@@ -285,11 +278,11 @@ def hopper_backward_kernel(
         [
             (_differentiate, (
                 dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
-                0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
+                0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL,
             )),
             (_differentiate, (
                 dk_desc, dv_desc, dq_desc, k_buf, v_bufs, kv_full, buffers, barriers, schedule, scale_log2, scale,
-                1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL, AHEAD,
+                1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, GROUP, CAUSAL,
             )),
             (_feed, (
                 q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, k_buf, v_bufs, kv_full, buffers, barriers,

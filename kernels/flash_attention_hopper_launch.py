@@ -57,24 +57,6 @@ class HopperTile:
         return said + (f" q{self.q_slots}" if self.q_slots > 1 else "")
 
 
-@dataclass(frozen=True)
-class HopperBackwardTile:
-    """128 keys by 64 queries (128 at a head dimension of 64), `stages` slots for queries and their output's gradients.
-
-    With `ahead` the next queries' scores are computed while the present ones' gradient leaves.
-    """
-
-    stages: int = 2
-    ahead: bool = False
-
-    def __post_init__(self) -> None:
-        _check_choices(stages=(self.stages, tuple(range(2 if self.ahead else 1, 9))), ahead=(self.ahead, (False, True)))
-
-    def __str__(self) -> str:
-        said = "one pass" if self.stages == 2 else f"one pass s{self.stages}"
-        return said + (" ahead" if self.ahead else "")
-
-
 def unsupported_by_hopper(problem: Problem) -> str | None:
     """Why the Hopper kernel cannot run a problem, or None."""
     if problem.varlen:
@@ -95,11 +77,6 @@ def hopper_tile(problem: Problem) -> HopperTile:
     """
     stages, full = 2 if problem.head_dim == 128 else 3, problem.right is None
     return HopperTile(128, stages, ping_pong=full, order="fixed" if full else "counter", q_slots=2)
-
-
-def hopper_backward_tile(problem: Problem) -> HopperBackwardTile:
-    """The backward's tile for a problem: scores ahead but for D = 128 under a mask, where registers run short."""
-    return HopperBackwardTile(ahead=problem.head_dim == 64 or problem.right is None)
 
 
 def _element(dtype: torch.dtype) -> gl.dtype:
@@ -194,12 +171,11 @@ def hopper_backward_launch(
     dq_sums: torch.Tensor,
     shift: torch.Tensor,
     delta: torch.Tensor,
-    tile: HopperBackwardTile,
 ) -> Launch:
     """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
     over scale into `dq_sums`, contiguous float32 like q, zero before.
 
-    `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
+    Tiles of 128 keys by 64 queries, 128 at a head dimension of 64, where they fill 199 KB of shared memory. `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
     tensor's strides are not supported.
     """
     reason = unsupported_by_hopper(problem)
@@ -238,11 +214,10 @@ def hopper_backward_launch(
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "HEAD_DIM": problem.head_dim,
-        "STAGES": tile.stages,
+        "STAGES": 2,
         "GROUP": problem.heads // problem.kv_heads,
         "CAUSAL": problem.right == 0,
         "DS_LAYOUT": _layout((block_n, block_m), q.dtype),
-        "AHEAD": tile.ahead,
     }
     grid = (num_tiles * num_heads,)
     return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})

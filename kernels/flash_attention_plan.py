@@ -47,7 +47,7 @@ class Config:
     `descriptor_adds` sends the tiles of dQ through its reductions instead of atomic adds a thread. `two_passes` takes
     the deterministic backward even when nobody asked: where one pass would not fit the registers, or is slower.
     `hopper` (a HopperTile of flash_attention_hopper_launch) runs the forward on the Gluon kernel instead,
-    `hopper_backward` (a HopperBackwardTile) the one-pass backward. `beside` names those of the Triton backward's sums
+    `hopper_backward` the one-pass backward. `beside` names those of the Triton backward's sums
     (dV, dK) that are issued to run beside other work. `stagger` is (clocks, programs): so far apart the programs start
     that a multiprocessor runs at first in the Triton forward.
     """
@@ -59,7 +59,7 @@ class Config:
     descriptor_adds: bool = False
     two_passes: bool = False
     hopper: Any = None
-    hopper_backward: Any = None
+    hopper_backward: bool = False
     beside: tuple[str, ...] = ()
     stagger: tuple[int, int] = (0, 0)
 
@@ -71,8 +71,8 @@ class Config:
         forward = f"triton, {source}, {self.forward}{late}" if self.hopper is None else f"gluon, {self.hopper}"
         passes += "".join(f", {name} beside" for name in self.beside)
         backward = f"triton, {source}, {self.backward} in {passes}"
-        if self.hopper_backward is not None:
-            backward = f"gluon, {self.hopper_backward}"
+        if self.hopper_backward:
+            backward = "gluon, one pass, dQ in bulk"
         return f"forward {forward}; backward {backward}"
 
 
@@ -126,13 +126,12 @@ def choose_config(problem: Problem, capability: tuple[int, int] | None, describa
     if rounded == 128 and full and not problem.varlen:
         config = replace(config, stagger=(1024, 2))  # under a mask programs fall out of step by themselves
     if capability == (9, 0) and describable and problem.head_dim in (64, 128):
-        from .flash_attention_hopper_launch import hopper_backward_tile, hopper_tile, unsupported_by_hopper
+        from .flash_attention_hopper_launch import hopper_tile, unsupported_by_hopper
 
         if unsupported_by_hopper(problem) is None:
             # Measured ahead of Triton everywhere but in the causal forward at D=64.
             ahead = problem.head_dim == 128 or full
-            forward, backward = hopper_tile(problem) if ahead else None, hopper_backward_tile(problem)
-            config = replace(config, hopper=forward, hopper_backward=backward)
+            config = replace(config, hopper=hopper_tile(problem) if ahead else None, hopper_backward=True)
     return config
 
 

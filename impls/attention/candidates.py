@@ -35,7 +35,7 @@ def problem_for(head_dim: int, causal: bool, batch: int, heads: int, q_len: int,
 def candidates(head_dim: int, causal: bool, direction: str, capability: tuple[int, int] | None) -> list[Candidate]:
     """What to measure; the first is Triton's own choice of tiles. None is the interpreter."""
     chosen = choose_config(problem_for(head_dim, causal, 1, 1, 4096, 4096), capability, describable=True)
-    base = replace(chosen, hopper=None, hopper_backward=None)
+    base = replace(chosen, hopper=None, hopper_backward=False)
     tile = base.forward if direction == "forward" else base.backward
     if capability is None or capability < (9, 0):
         default = Candidate(f"triton {tile}", direction, head_dim, base, 0.6, "the choice for every other device")
@@ -174,21 +174,9 @@ def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
 
 
 def _hopper_backward(head_dim: int, base: Config) -> list[Candidate]:
-    from kernels.flash_attention_hopper_launch import HopperBackwardTile
-
-    why = {
-        128: "exponentials beside dP's product, dS beside dV's; a feeder; adds by threads are what may bind it",
-        64: "the same with 128 queries a tile; the compiler keeps about ten values of the loop out of registers",
-    }[head_dim]
-    share = {128: 0.82, 64: 0.72}[head_dim]
-    tiles = [
-        (HopperBackwardTile(), share, why),
-        (HopperBackwardTile(ahead=True), share + 0.08, "the next scores beside dQ's way out"),
-    ]
-    return [
-        Candidate(f"hopper {tile}", "backward", head_dim, replace(base, hopper_backward=tile), share, why, "hopper")
-        for tile, share, why in tiles
-    ]
+    why = "dQ leaves by bulk reduction, which takes no instruction of the computing warps; next scores beside it"
+    config, share = replace(base, hopper_backward=True), {64: 1.05, 128: 0.95}[head_dim]
+    return [Candidate("hopper one pass, dQ in bulk", "backward", head_dim, config, share, why, "hopper")]
 
 
 def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch]:
@@ -208,7 +196,7 @@ def launches(candidate: Candidate, causal: bool, seq: int = 4096) -> list[Launch
         from kernels.flash_attention_hopper_launch import hopper_backward_launch
 
         whole = torch.empty(q.shape, device="meta")
-        return [hopper_backward_launch(problem, inputs, q, q, whole, rows, rows, config.hopper_backward)]
+        return [hopper_backward_launch(problem, inputs, q, q, whole, rows, rows)]
     sums = None if config.two_passes else torch.empty(q.shape, device="meta")
     first = backward_launch(problem, config, inputs, q, q, sums, rows, rows, None, None)
     if sums is not None:

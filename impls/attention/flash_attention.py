@@ -85,15 +85,14 @@ def fused(workload: Workload, ctx: Context) -> Callable[..., torch.Tensor]:
 def hopper(workload: Workload, ctx: Context) -> Callable[..., torch.Tensor]:
     """Our kernels with specialised warps, forward and backward."""
     from kernels.flash_attention import flash_attention, flash_attention_kernel
-    from kernels.flash_attention_hopper_launch import hopper_backward_tile, hopper_tile
+    from kernels.flash_attention_hopper_launch import hopper_tile
     from kernels.flash_attention_problem import check_problem
 
     picked: dict[str, str] = {}
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds) -> torch.Tensor:
         problem = check_problem(q, k, v, window=bounds)
-        tiles = {"hopper": hopper_tile(problem), "hopper_backward": hopper_backward_tile(problem)}
-        config = replace(flash_attention_kernel(problem, q, k, v), **tiles)
+        config = replace(flash_attention_kernel(problem, q, k, v), hopper=hopper_tile(problem), hopper_backward=True)
         picked["kernel"] = config.describe()
         out: torch.Tensor = flash_attention(q, k, v, window=bounds, config=config)
         return out

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kernels.flash_attention import flash_attention
-from kernels.flash_attention_hopper_launch import HopperBackwardTile, HopperTile
+from kernels.flash_attention_hopper_launch import HopperTile
 from kernels.flash_attention_plan import Config, Tile
 
 CUDA = torch.cuda.is_available()
@@ -382,8 +382,7 @@ def test_a_choice_of_kernels_that_cannot_run_is_refused() -> None:
     odd = tensor(2, 8, 4, 65)[..., 1:]
     assert "v: descriptors need" in refused(v=odd, config=replace(config, descriptors=True))
     assert "config: hopper=True" in refused(config=replace(config, hopper=True))
-    assert "config: hopper_backward=True" in refused(config=replace(config, hopper_backward=True))
-    tiles = replace(config, hopper=HopperTile(), hopper_backward=HopperBackwardTile())
+    tiles = replace(config, hopper=HopperTile(), hopper_backward=True)
     assert "softcap: the Hopper kernel has none" in refused(softcap=5.0, config=tiles)
     if not CUDA or torch.cuda.get_device_capability() != (9, 0):
         assert "q: the Hopper kernels need a GPU of compute capability 9.0" in refused(config=tiles)

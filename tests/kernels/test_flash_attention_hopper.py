@@ -14,10 +14,8 @@ from kernels.flash_attention import flash_attention
 from kernels.flash_attention_hopper import hopper_forward_kernel
 from kernels.flash_attention_hopper_backward import hopper_backward_kernel
 from kernels.flash_attention_hopper_launch import (
-    HopperBackwardTile,
     HopperTile,
     hopper_backward_launch,
-    hopper_backward_tile,
     hopper_forward_launch,
     hopper_tile,
     unsupported_by_hopper,
@@ -99,12 +97,7 @@ def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(
-    "tile",
-    [HopperBackwardTile(1), HopperBackwardTile(), HopperBackwardTile(ahead=True), HopperBackwardTile(3, ahead=True)],
-    ids=str,
-)
-def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], tile: HopperBackwardTile) -> None:
+def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...]) -> None:
     p = problem(*shape[:7])
     q, k, v = draw(p, torch.float16)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(9)).to(q.dtype)
@@ -117,7 +110,7 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...], t
     delta.copy_((out * grad).sum(-1).transpose(1, 2))
     dk, dv = torch.full_like(k, float("nan")), torch.full_like(v, float("nan"))
     sums = torch.zeros(q.shape)
-    args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta, tile).args)
+    args = dict(hopper_backward_launch(p, (q, k, v, grad), dk, dv, sums, shift, delta).args)
     programs = -(-p.kv_len // 128) * p.batch * p.kv_heads
     block = args["BLOCK_M"]
     args |= {
@@ -139,15 +132,14 @@ def test_nothing_is_read_before_its_copy_is_waited_for(shape: tuple[Any, ...], m
     monkeypatch.setattr(threads, "LATE", True)
     for tile in (HopperTile(), HopperTile(64, 2, True, "counter", 2)):
         test_the_partitions_together_compute_attention(shape, tile)
-    for backward in (HopperBackwardTile(), HopperBackwardTile(ahead=True)):
-        test_the_partitions_together_compute_the_gradients(shape, backward)
+    test_the_partitions_together_compute_the_gradients(shape)
 
 
 def test_nothing_is_read_after_its_slot_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PAUSE_S", 0.002)
     test_the_partitions_together_compute_attention(SHAPES[3], HopperTile(64, 2, True, "counter", 2))
-    test_the_partitions_together_compute_the_gradients(SHAPES[3], HopperBackwardTile(ahead=True))
-    test_the_partitions_together_compute_the_gradients(SHAPES[1], HopperBackwardTile(1))
+    test_the_partitions_together_compute_the_gradients(SHAPES[3])
+    test_the_partitions_together_compute_the_gradients(SHAPES[1])
 
 
 def test_a_slot_freed_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +175,7 @@ def test_what_the_kernel_does_not_support_is_named() -> None:
 @pytest.mark.parametrize(
     ("kind", "field"),
     [
-        (HopperBackwardTile, {"stages": 0}),
-        (HopperBackwardTile, {"ahead": 2}),
+        (HopperTile, {"stages": 0}),
         (HopperTile, {"order": "Counter"}),
         (HopperTile, {"block_n": 96}),
         (HopperTile, {"q_slots": 3}),
@@ -197,12 +188,6 @@ def test_a_tile_that_the_kernels_do_not_know_is_refused(kind: Any, field: dict[s
         kind(**field)
 
 
-def test_scores_ahead_need_a_second_slot() -> None:
-    """Their queries would wait for a slot that the present turn still holds."""
-    with pytest.raises(ValueError, match="stages: 1 is not supported; use 2 or "):
-        HopperBackwardTile(1, ahead=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("shape", [s[:7] for s in SHAPES] + [(2, 64, 16, 1000, 1500, 128, True)], ids=str)
@@ -211,8 +196,8 @@ def test_scores_ahead_need_a_second_slot() -> None:
 def test_the_kernel_on_its_gpu(shape: tuple[Any, ...], ping_pong: bool, dtype: torch.dtype) -> None:
     p = problem(*shape)
     q, k, v = draw(p, dtype)
-    tile, backward = replace(hopper_tile(p), ping_pong=ping_pong), hopper_backward_tile(p)
-    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), True, True, False, tile, backward)
+    tile = replace(hopper_tile(p), ping_pong=ping_pong)
+    config = Config(Tile(128, 64, 4, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2), True, True, False, tile, True)
     leaves = [t.cuda().requires_grad_() for t in (q, k, v)]
     out, lse = flash_attention(*leaves, causal=p.right == 0, return_lse=True, config=config)
     wide = [t.double().requires_grad_() for t in (q, k, v)]
@@ -252,10 +237,10 @@ def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> 
         for causal in (False, True)
     }
     assert chosen == {
-        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass ahead",
-        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass ahead",
-        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass ahead",
-        (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass",
+        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass, dQ in bulk",
+        (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass, dQ in bulk",
+        (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass, dQ in bulk",
+        (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass, dQ in bulk",
     }, "the record says which kernels run"
     elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
     others: list[dict[str, Any]] = [
