@@ -175,8 +175,9 @@ def hopper_backward_launch(
     """The Hopper backward of a dense problem, for `inputs` (q, k, v, do): writes dk and dv (contiguous), and adds dQ
     over scale into `dq_sums`, contiguous float32 like q, zero before.
 
-    Tiles of 128 keys by 64 queries, 128 at a head dimension of 64, where they fill 199 KB of shared memory. `shift` and `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a
-    tensor's strides are not supported.
+    Tiles of 128 keys by 64 queries, 128 at a head dimension of 64, where they fill 199 KB of shared memory. `shift` and
+    `delta` are [B, H, S] with rows that start at multiples of 16 bytes. ValueError when the problem or a tensor's
+    strides are not supported.
     """
     reason = unsupported_by_hopper(problem)
     if reason is not None:
