@@ -10,6 +10,7 @@ from harness.opcase import op_builder, op_oracle
 from harness.pair import Context, Inputs
 from harness.workload import parse_workload
 from impls.precision import weight_only_quant as module
+from kernels import weight_only_tiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -83,6 +84,21 @@ def test_the_record_has_the_error_of_quantization_and_the_bytes_of_both_forms(bi
     packed, scales = drawn["packed"], drawn["scales"]
     assert found["weight_bytes"] == packed.numel() * 2 + scales.numel() * 4
     assert {"rows", "tokens", "warps", "stages", "splits"} <= set(found)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 128)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_few_tokens_of_16_bits_take_tiles_and_every_form_widens_to_the_same_weights(bits, group, dtype):
+    last = weight_only_tiles.FEW_TOKENS
+    for tokens in (1, last, last + 1):
+        asked = workload(tokens=tokens, bits=bits, group=group, outputs=40, inputs=300, dtype=dtype)
+        drawn = module.inputs(asked, context(asked))
+        tiles = dtype == "bfloat16" and tokens <= last
+        assert drawn["packed"].ndim == (3 if tiles else 2)
+        assert module.dequantized(**drawn).equal(module.resident(**drawn))
+        found = op_builder(module.PAIR, module.PAIR.variant("optimized"))(asked, context(asked)).choice()
+        assert ("ahead" in found) == tiles
+        assert all(isinstance(number, (int, float)) for number in found.values())
 
 
 def test_the_oracle_is_held_to_the_stored_weights_not_to_those_before():
