@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from unittest import mock
 import torch
 
 from benchmarks.layer_norm_shapes import BACKWARD, FORWARD, numbers
+from benchmarks.rounds import seconds
 from kernels import (
     adamw,
     add_rms_norm,
@@ -39,7 +39,6 @@ from kernels import (
 )
 
 BF16 = torch.bfloat16
-FLUSH_BYTES = 2**28  # several times the L2 of any part
 SEED = 7
 
 
@@ -329,7 +328,6 @@ def run(case: Case, attributes: dict[str, Any]) -> Any:
 
 def timed(case: Case, rounds: int) -> dict[str, float]:
     """Median seconds by candidate, ``as it is`` among them; a candidate that cannot be launched is left out, named."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     lanes = {"as it is": {}, **case.candidates}
     for name in list(lanes):
         try:
@@ -338,17 +336,7 @@ def timed(case: Case, rounds: int) -> dict[str, float]:
         except Exception as error:
             print(f"#   {case.label}: {name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
             del lanes[name]
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in lanes}
-    for _ in range(rounds):
-        for name in random.sample(list(lanes), len(lanes)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()  # which also keeps the host ahead of the device
-            start.record()
-            run(case, lanes[name])
-            end.record()
-            events[name].append((start, end))
-        torch.cuda.synchronize()
-    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e-3 for name, pairs in events.items()}
+    return seconds({name: partial(run, case, lane) for name, lane in lanes.items()}, rounds)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,6 @@ computes a product best, our kernel or a library's, is :mod:`benchmarks.moe_plan
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,13 +18,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from benchmarks.rounds import seconds
 from kernels.moe_combine import combine
 from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_product, weights_product
 from kernels.moe_order import Order, expert_order
 from kernels.moe_plan import Tile, launch_shapes
 
 SHARED_BYTES = 227 * 1024
-ROUNDS = 15
 
 
 class Model(NamedTuple):
@@ -46,7 +44,6 @@ MODELS = {
     "mixtral_decode64": Model(64, 4096, 14336, 8, 2),
     "qwen3_decode64": Model(64, 2048, 768, 128, 8),
 }
-FLUSH_BYTES = 2**28  # several times the L2 of any part
 #: Tiles as (rows, columns, block, warps, stages, group), columns of gate and up together for the gated product.
 _MANY = [(128, 256, 64, 8, stages, 8) for stages in (3, 4, 7)] + [(128, 256, 64, 8, 4, group) for group in (4, 16, 32)]
 _MANY += [(128, 256, 32, 8, 6, 8), (128, 128, 64, 8, 4, 8), (128, 128, 64, 4, 3, 8), (128, 128, 64, 4, 4, 8)]
@@ -126,22 +123,6 @@ class Layer:
                 3 * half,
             ),
         }
-
-
-def seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The median of each call's device time, in rounds of random order."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(ROUNDS):
-        for name in random.sample(list(calls), len(calls)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()  # which also keeps the host ahead of the device
-            start.record()
-            calls[name]()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end) / 1e3)
-    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def measure(name: str, best: int) -> None:

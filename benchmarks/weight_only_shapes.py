@@ -10,8 +10,6 @@ processes side by side fill Triton's cache first.
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,12 +17,12 @@ from unittest import mock
 
 import torch
 
+from benchmarks.rounds import seconds
 from impls.precision.weight_only_quant import COPY, INNER_TILES, quantize, widen
 from kernels import weight_only_tiles
 from kernels.weight_only_matmul import pack, weight_only_matmul
 from kernels.weight_only_tiles import Launch, pack_tiles
 
-FLUSH_BYTES = 2**28  # several times the L2 of any part
 UNIT = 2.0**-8  # bfloat16: what an error may be of the largest result
 GROUP = 128
 
@@ -107,22 +105,6 @@ def name(shape: Launch) -> str:
     registers = f" at {shape.registers}" if shape.registers else ""
     splits = f" in {shape.splits}" if shape.splits > 1 else ""
     return f"{shape.warps}x{shape.ahead}{tiles}{registers}{splits}"
-
-
-def seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median of each call's device time, in rounds of random order."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {label: [] for label in calls}
-    for _ in range(rounds):
-        for label in random.sample(list(calls), len(calls)):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()  # which also keeps the host ahead of the device
-            start.record()
-            calls[label]()
-            end.record()
-            events[label].append((start, end))
-        torch.cuda.synchronize()
-    return {label: statistics.median(a.elapsed_time(b) for a, b in pairs) / 1e3 for label, pairs in events.items()}
 
 
 def measure(case: Case, rounds: int, best: int, device: str = "cuda") -> str:
