@@ -18,6 +18,9 @@ A layer that is computed again keeps its input, eD; with products kept also
 
     e (Q + 2G) + eQ + lH + eD + 2eF         projections, attention and its log-sum-exp, output projection, gate, up
 
+That is what :mod:`impls.training.lean_layer` keeps, its queries and keys rotated, the sum in place of the output
+projection; with kernels also two roots of 4 bytes. When it makes gate and up again, 2eF less.
+
 The angles (two of 4E a token) are shared by all layers, and the last norm, whose output is the hidden state, is kept.
 """
 
@@ -32,12 +35,16 @@ from impls.fusion._count import COPY, ITEMSIZE, PRODUCTS
 
 #: Bytes a second over an H200's host link, each way, as seen.
 HOST_LINK = 55e9
-WAYS = ("baseline", "optimized", "full", "every_other", "offload")
+LEAN = ("optimized", "gate_up_again")
+WAYS = ("baseline", *LEAN, "selective_eager", "full", "every_other", "offload")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """All counts of one workload; bytes unless a name says otherwise. ``way`` is the name of a variant."""
+    """All counts of one workload; bytes unless a name says otherwise. ``way`` is the name of a variant.
+
+    fused: the passes of the lean ways are Triton's kernels.
+    """
 
     layers: int
     tokens: int
@@ -52,6 +59,7 @@ class Counts:
     chunk: int
     size: int
     wide: int
+    fused: bool = False
 
     @property
     def norm(self) -> int:
@@ -74,14 +82,24 @@ class Counts:
         products = self.size * (2 * self.queries + 2 * self.keys + self.width + 2 * self.ffn) + self.log_sum_exp
         again = (self.layers + 1) // 2
         mixed = (again * entry + (self.layers - again) * self.layer) / self.layers
-        kept = {"baseline": self.layer, "optimized": entry + products, "full": entry, "every_other": mixed}
-        return float({**kept, "offload": 0}[way])
+        kept = {"baseline": self.layer, "full": entry, "every_other": mixed, "offload": 0}
+        lean = entry + products + 2 * self.root
+        kept |= {"optimized": lean, "gate_up_again": lean - 2 * self.size * self.ffn}
+        return float({**kept, "selective_eager": entry + products}[way])
+
+    @property
+    def root(self) -> int:
+        """What a lean layer keeps of a norm beside its input, a token."""
+        return 4 if self.fused else 0
 
     def saved(self, way: str) -> float:
         """What lies on the device when forward is done."""
         hidden, angles = self.size * self.width, 2 * 4 * self.head_dim
         if way == "offload":
             return float(self.tokens * hidden)
+        if way in LEAN:
+            tables = self.seq * angles // 2 if self.fused else self.tokens * angles
+            return self.tokens * (self.layers * self.layer_of(way) + 2 * hidden + self.root) + tables
         return self.tokens * (self.layers * self.layer_of(way) + self.norm + angles)
 
     def again(self, way: str) -> float:
@@ -90,7 +108,7 @@ class Counts:
         full = self.layer - shared
         products = 2 * self.norm - shared + 2 * self.size * self.ffn - self.size * self.width
         last = full if self.layers % 2 else 0
-        return float({"full": full, "optimized": products, "every_other": last}.get(way, 0))
+        return float({"full": full, "selective_eager": products, "every_other": last}.get(way, 0))
 
     def peak(self, way: str) -> float:
         """The most that is alive in a step above weights and gradients: in the head, where three tensors of a chunk's
@@ -100,12 +118,23 @@ class Counts:
         Offloaded, an operation has back what it needs when it needs it: a norm its wide input, a product its input and
         its weight, the gate its two factors. Attention is left out: it has less, for a feed-forward wider than the
         model.
+
+        Of the lean ways the kernels' is counted, without the weight gradients of a norm's programs: in the head or in
+        the last feed-forward, where the product that is made again takes the place of its gradient and lies beside
+        the last weight's, or where the three weights' gradients do beside the norm's output and its gradient. When
+        gate and up are made again they are alive there.
         """
         c, e, w = self, self.size, self.wide
         logits = c.chunk * c.vocab
         targets = 8 * c.tokens if c.tokens > c.seq else 0  # of one row they are a view
         head = targets + max(3 * w * logits, e * (logits + (c.vocab + c.chunk) * c.width))
         gradient = e * c.width * c.tokens
+        if way in LEAN:
+            at = c.saved(way) - c.tokens * (e * c.width + c.root) + 2 * gradient
+            inner, weight = e * c.tokens * c.ffn, e * c.ffn * c.width
+            again = 2 * inner if way == "gate_up_again" else 0
+            in_gate = again + inner + weight + (gradient if again else 0)
+            return max(c.saved(way) + head + gradient, at + in_gate, at + again + 3 * weight + 2 * gradient)
         in_norm = c.tokens * (5 * w * c.width - w)  # its input's gradient stands where its normalized input was
         at_layer = c.again(way) * c.tokens - c.norm * c.tokens + 3 * gradient
         feed_forward = at_layer + e * c.ffn * max(2 * c.tokens, c.width + c.tokens)
@@ -141,6 +170,8 @@ class Counts:
         and causal attention. Chen et al. 2016 count a whole forward: 4/3 of a step."""
         again = {"full": self.layers, "every_other": (self.layers + 1) // 2}.get(way, 0)
         products = 2 * (self.layer_weights - self.width * self.ffn)
+        if way == "gate_up_again":
+            return float(4 * self.layers * self.tokens * self.width * self.ffn)
         return float(again * self.tokens * (products + 2 * self.seq * self.queries))
 
     @property
@@ -171,6 +202,12 @@ class Counts:
         return float(turn + 5 * e * self.ffn)
 
     @property
+    def lean_passes(self) -> float:
+        """Those of a lean layer with kernels, forward and backward, a token (:mod:`impls.training.lean_passes`)."""
+        norm = (4 + 4 + 2) * self.width
+        return float(self.size * (2 * norm + 4 * (self.queries + self.keys) + (3 + 6) * self.ffn))
+
+    @property
     def _cast(self) -> int:
         """Of a number to wide or back."""
         return self.size + self.wide if self.size < self.wide else 0
@@ -182,8 +219,9 @@ class Counts:
         head = self.tokens * self.vocab * (2 * e + 8 * w)
         weights = self.layers * self.layer_weights + 2 * self.vocab * self.width
         gradients = 4 * e * weights  # set to zero, then read and written beside what is added
-        moved = 3 * self.layers * self.tokens * self.passes(False) + head + gradients
-        again = {"full": self.layers, "optimized": self.layers, "every_other": (self.layers + 1) // 2}.get(way, 0)
+        layer = self.lean_passes if way in LEAN else 3 * self.passes(False)
+        moved = self.layers * self.tokens * layer + head + gradients
+        again = {"full": self.layers, "selective_eager": self.layers, "every_other": (self.layers + 1) // 2}.get(way, 0)
         moved += again * self.tokens * self.passes(True)
         link = 2 * self.to_host() / HOST_LINK if way == "offload" else 0.0
         return (self.flops + self.recomputed_flops(way)) / PRODUCTS + moved / COPY + link
@@ -193,7 +231,7 @@ class Counts:
         return self.seconds(way) / self.seconds("baseline")
 
 
-def counts_of(workload: Workload) -> Counts:
+def counts_of(workload: Workload, fused: bool = False) -> Counts:
     """The counts of a workload with ``layers``, ``width``, ``ffn``, ``heads``, ``kv_heads``, ``vocab``, ``batch``,
     ``seq`` and ``chunk``."""
     head_dim = workload.width // workload.heads
@@ -213,4 +251,5 @@ def counts_of(workload: Workload) -> Counts:
         chunk=min(workload.chunk, tokens),
         size=size,
         wide=max(4, size),
+        fused=fused,
     )

@@ -3,44 +3,58 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4; Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", section 5.
 
-    baseline      keep everything
-    optimized     selective: of each layer keep the input and the outputs of products and of attention, and make norms,
-                  rotation and the gate again: they are large to keep and cheap to make
-    full          keep each layer's input and compute the layer again
-    every_other   ``full`` for the first, third, ... layer, everything of the others
-    offload       torch's save_on_cpu: everything in pinned host memory, there and back over the host link
-    torch_compile each layer compiled: what is between the products is fused, and of it the compiler's partition of
-                  forward and backward keeps what is dear to make again and makes the rest again, unasked
+    baseline            keep everything
+    optimized           of each layer keep its input and the outputs of products and of attention, and make norms and
+                        the gate again, which are large to keep and cheap to make: two autograd functions a layer, whose
+                        backward makes them on its way (:mod:`impls.training.lean_layer`), on a GPU in fused kernels
+    gate_up_again       besides, keep neither gate nor up: two of seven products again, for most of what was left
+    selective_eager     the optimized choice by torch's selective checkpointing: its policy is asked in Python
+    selective_compile   the same policy in torch's compiler, which asks when it compiles
+    full                keep each layer's input and compute the layer again
+    every_other         ``full`` for the first, third, ... layer, everything of the others
+    offload             torch's save_on_cpu: everything in pinned host memory, there and back over the host link
+    torch_compile       each layer compiled: what is between the products is fused, and of it the compiler's partition
+                        of forward and backward keeps what is dear to make again and makes the rest again, unasked
+    torch_compile_half  the same with torch's knob for it, ``activation_memory_budget``, at half
 
 Bytes a token and layer in 16 bits, for D model, Q query, G key and F feed-forward width and H heads (the count of each
 term, the paper's equation 1 for this decoder, is in :mod:`impls.training.activation_bytes`):
 
-    baseline    16D + 4Q + 4G + 8F + 4H + 8       Llama-3-8B's layer 196 KiB
-    optimized    4D + 4Q + 4G + 4F + 4H           92 KiB
-    full         2D                               8 KiB
+    baseline         16D + 4Q + 4G + 8F + 4H + 8       Llama-3-8B's layer 196 KiB
+    selective_eager   4D + 4Q + 4G + 4F + 4H           92 KiB, and 8 bytes more for optimized with kernels
+    gate_up_again     4D + 4Q + 4G + 4H + 8            36 KiB
+    full              2D                               8 KiB
 
 The paper's selective recomputation makes attention's core again, whose scores are large. A flash kernel keeps no
 scores and makes them again itself; what is left of attention, 2Q + 4H bytes a token, would cost 2·S·Q operations to
 make again, about S a byte, where a norm costs a few: it is kept.
 
-To a step's peak comes the layer that backward is at: with ``full`` all of a layer's activations, once. ``peak_formula``
-counts that, and stands beside ``peak_bytes`` in the record, as ``saved_formula`` beside ``saved_bytes``, what is kept
-at the end of forward.
+To a step's peak comes what the layer that backward is at makes again: with ``full`` all of a layer's activations, once;
+with ``optimized`` a product's input, which lies where its gradient was, and gradients where gate and up were.
+``peak_formula`` counts that, and stands beside ``peak_bytes`` in the record, as ``saved_formula`` beside
+``saved_bytes``, what is kept at the end of forward.
 
-Predicted time over the baseline's, for the price is time: products and attention on one side, passes on the other.
+Predicted time over the baseline's, products and attention on one side, passes on the other:
 
-    optimized     no operation of a product more; the passes of a forward again (:meth:`Counts.passes`). torch asks the
-                  policy in Python, once an operation in forward and once when it is made again: where operations are
-                  short the host cannot keep up, which is not predicted
-    full          besides, a layer's products but the last, whose output no gradient needs: operations are up to 4/3 of
-                  the baseline's by Chen's count, 1.24 in Llama-3-8B's layers without attention
-    offload       bytes over the host link twice; torch sends what each operation saves, weights and repeats too, on the
-                  same stream as the kernels
+    optimized        no operation of a product more, and fewer bytes than the baseline: fused, a layer's passes there
+                     and back move 40D + 8(Q + G) + 18F bytes a token, 4D + 2F of them outputs made again, where the
+                     baseline's eager ones move several times that. So it is faster, though it keeps half: against an
+                     eager baseline most of the gain is fusion's. What says whether keeping less costs anything is
+                     torch_compile, fused too: within a few percent of its time is expected, with less memory
+    gate_up_again    besides, 4DF operations a token and layer
+    selective_eager  no operation of a product more; the passes of a forward again (:meth:`Counts.passes`). But torch
+                     asks the policy about each operation in forward and again in backward: at the few thousand tokens
+                     of ``1b_4k`` a GPU waits for the host all the time, the step takes longer than ``full``, and
+                     ``every_other`` keeps as little for less. Not predicted
+    full             besides, a layer's products but the last, whose output no gradient needs: operations are up to 4/3
+                     of the baseline's by Chen's count, 1.24 in Llama-3-8B's layers without attention
+    offload          bytes over the host link twice; torch sends what each operation saves, weights and repeats too, on
+                     the same stream as the kernels
 
 The step is forward, mean cross entropy, backward; no optimizer, which would add the same to all. Gradients lie in
 buffers that are there before the step, as they do when they are summed over micro-batches, and the head with its loss
 goes chunk by chunk: so the peak is that of activations, and neither hides behind logits. The model has no dropout;
-where a layer draws random numbers, recomputation draws the same.
+where a layer draws random numbers, torch's ways draw the same again.
 """
 
 # Shapes: B rows, S positions, D model width, V vocabulary.
@@ -61,7 +75,9 @@ from harness.workload import Workload
 from impls.model.decoder import Attend
 from impls.parallel import shared
 from impls.training import checkpointed_trunk as trunks
-from impls.training.activation_bytes import counts_of
+from impls.training import lean_layer
+from impls.training.activation_bytes import Counts, counts_of
+from impls.training.lean_passes import Fused, Passes, passes_for
 from impls.training.live_bytes import live_bytes
 
 
@@ -155,6 +171,10 @@ class Step:
             assert param.grad is not None
             param.grad.fill_(torch.nan)
 
+    def counts(self) -> Counts:
+        """What is predicted of this workload."""
+        return counts_of(self.workload)
+
     def counters(self) -> Mapping[str, float]:
         """Bytes kept at the end of forward and at a step's peak, each beside what the count says; operations done
         again; and the predicted factor in time."""
@@ -165,7 +185,7 @@ class Step:
                 saved = live.now
                 hidden.backward(self.head(hidden))
                 peak = live.peak
-            counts = counts_of(self.workload)
+            counts = self.counts()
             self._counters = {
                 "saved_bytes": float(saved),
                 "saved_formula": counts.saved(self.way),
@@ -205,17 +225,58 @@ class Offloaded(Step):
         return self._counters
 
 
-class Compiled(Step):
-    """Layers through torch's compiler."""
+class Lean(Step):
+    """Layers that keep the outputs of products and of attention, by autograd functions of their own.
 
-    def __init__(self, workload: Workload, ctx: Context) -> None:
-        super().__init__(workload, ctx, "baseline", trunks.keep)
-        torch._dynamo.reset()
-        self.run_layer = trunks.compiled(self.model)
+    again: make gate and up again too. passes: what lies between the products; by default what the device runs best.
+    """
+
+    def __init__(self, workload: Workload, ctx: Context, again: bool = False, passes: Passes | None = None) -> None:
+        super().__init__(workload, ctx, "gate_up_again" if again else "optimized", trunks.keep)
+        self.again, self.passes = again, passes or passes_for(ctx.device, ctx.dtype)
+
+    def forward(self) -> Tensor:
+        return lean_layer.trunk(self.model, self.tokens[:, :-1], self.passes, self.again)
+
+    def counts(self) -> Counts:
+        return counts_of(self.workload, fused=isinstance(self.passes, Fused))
 
     def counters(self) -> Mapping[str, float]:
-        """What is kept and the peak; what the compiler keeps is its own choice and has no formula."""
+        """As every step's; without kernels no formula for the peak, which is that of autograd within a pass."""
+        left_out = () if isinstance(self.passes, Fused) else ("peak_formula",)
+        return {name: value for name, value in super().counters().items() if name not in left_out}
+
+
+class Compiled(Step):
+    """Layers through torch's compiler, by :func:`impls.training.checkpointed_trunk.compiled`."""
+
+    def __init__(
+        self, workload: Workload, ctx: Context, run_layer: trunks.RunLayer = trunks.keep, budget: float | None = None
+    ) -> None:
+        super().__init__(workload, ctx, "baseline", run_layer)
+        self.run_layer = trunks.compiled(self.model, run_layer, budget)
+
+    def counters(self) -> Mapping[str, float]:
+        """What is kept and the peak, where an allocator counts; what the compiler keeps is its own choice and has no
+        formula. Counted operation by operation, as on a CPU, torch runs a layer as if it were not compiled."""
+        if self.device.type != "cuda":
+            return {}
         return {name: value for name, value in super().counters().items() if name in ("saved_bytes", "peak_bytes")}
+
+
+def gate_up_again(workload: Workload, ctx: Context) -> Step:
+    """:class:`Lean`, and the two largest products twice."""
+    return Lean(workload, ctx, again=True)
+
+
+def selective_compile(workload: Workload, ctx: Context) -> Step:
+    """The selective policy for torch's compiler."""
+    return Compiled(workload, ctx, trunks.selective_in_graph)
+
+
+def half_compile(workload: Workload, ctx: Context) -> Step:
+    """torch's compiler, told to keep half."""
+    return Compiled(workload, ctx, budget=0.5)
 
 
 def _way(name: str, run_layer: trunks.RunLayer) -> Callable[[Workload, Context], Step]:
@@ -256,7 +317,7 @@ def work(workload: Workload) -> Work:
 
 
 def predict(workload: Workload) -> float:
-    """The baseline's time over the optimized one's: below 1, the price of the memory."""
+    """The baseline's time over the optimized one's with kernels, which move less than is made again."""
     return 1 / counts_of(workload).time_factor("optimized")
 
 
@@ -266,19 +327,23 @@ PAIR = Pair(
     layer="system",
     relieves="capacity",
     claim=Claim(
-        latency="higher",
         memory="lower",
-        cost="norms, rotation and the gate are computed twice: the same batch takes longer",
+        cost="what is not kept is made again: norms and the gate a second time, at the price of two passes where a "
+        "kernel's backward makes them on its way, of a forward's where torch's operations do",
     ),
     inputs=inputs,
     oracle=oracle,
     variants={
         "baseline": _way("baseline", trunks.keep),
-        "optimized": _way("optimized", trunks.selective),
+        "optimized": Lean,
+        "gate_up_again": gate_up_again,
+        "selective_eager": _way("selective_eager", trunks.selective),
+        "selective_compile": Variant(selective_compile, requires=("compiler",), compiled=True),
         "full": Variant(_way("full", trunks.recompute), peer="torch"),
         "every_other": _way("every_other", trunks.every_other),
         "offload": Variant(Offloaded, peer="torch", requires=("cuda",)),
         "torch_compile": Variant(Compiled, peer="torch", requires=("compiler",), compiled=True),
+        "torch_compile_half": Variant(half_compile, peer="torch", requires=("compiler",), compiled=True),
     },
     work=work,
     predict=predict,

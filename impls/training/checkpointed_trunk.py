@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,25 +72,67 @@ def every_other(
     return (recompute if number % 2 == 0 else keep)(number, layer, x, cos, sin, attend)
 
 
-def compiled(model: Decoder) -> RunLayer:
-    """:func:`keep` through torch's compiler, which fuses what is between the products and by itself makes again in
-    backward what is cheap to make. The layers' numbers, which attention without a cache has no use for, become one, so
-    that the code of one layer serves all."""
+def compiled(model: Decoder, run_layer: RunLayer | None = None, budget: float | None = None) -> RunLayer:
+    """:func:`keep`, or another way, through torch's compiler, which fuses what is between the products and by itself
+    makes again in backward what is cheap to make. The layers' numbers, which attention without a cache has no use for,
+    become one, so that the code of one layer serves all.
+
+    budget: torch's own knob, the share of what this keeps that may be kept, from 1 (all) to 0 (the layer's input): the
+        compiler chooses what to make again, by bytes and operations. None leaves it alone.
+    """
     for layer in model.layers:
         assert isinstance(layer, Layer)
         assert isinstance(layer.self_attn, SelfAttention)
         layer.self_attn.layer = 0
+    run = torch.compile(_apart(run_layer or keep), dynamic=False)
+    if budget is None:
+        return lambda number, *rest: run(0, *rest)
 
-    @torch.compile(dynamic=False)
-    def run(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        out: tuple[Tensor, Tensor] = layer(x, None, cos, sin, attend)
-        return out
+    def within(number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            out: tuple[Tensor, Tensor] = run(0, layer, x, cos, sin, attend)
+            return out
 
-    return lambda number, layer, x, cos, sin, attend: run(layer, x, cos, sin, attend)
+    return within
+
+
+def _apart(run_layer: RunLayer) -> RunLayer:
+    """The same function with code of its own: torch finds what it compiled by the code, and would take one budget's for
+    another's."""
+    assert isinstance(run_layer, FunctionType)
+    code = run_layer.__code__.replace()
+    return FunctionType(code, run_layer.__globals__, run_layer.__name__, run_layer.__defaults__, run_layer.__closure__)
+
+
+def save_expensive(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy for a compiler, which drops what nobody reads, so the last product too."""
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective_in_graph(
+    number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend
+) -> tuple[Tensor, Tensor]:
+    """:func:`selective` for a compiler: the policy is asked when the graph is cut in forward and backward, and never
+    again."""
+    out: tuple[Tensor, Tensor] = checkpoint(
+        layer,
+        x,
+        None,
+        cos,
+        sin,
+        attend,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, save_expensive),
+    )
+    return out
 
 
 def selective(number: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Keep the layer's input and what is expensive to make again; backward makes the rest again from these."""
+    """Keep the layer's input and what is expensive to make again; backward makes the rest again from these.
+
+    The price is the host's: torch asks the policy in Python about each operation of the layer, in forward and again in
+    backward, and stores and looks up what it keeps. A GPU that is done with an operation before waits for the next.
+    """
     policy = save_products(layer)
     out: tuple[Tensor, Tensor] = checkpoint(
         layer,
