@@ -2,7 +2,8 @@
 
 Every product of a training step is timed by itself on a model's experts with each way of computing it, in interleaved
 rounds, then the passes between products, then the whole step with each plan (:mod:`kernels.moe_plan`) beside torch's
-grouped product, eager and compiled. Results are checked first: a product's against the others' of its name, a step's
+grouped product, eager and compiled. Plans have one way for all products, two, or the best of each. Rounds are in random
+order, since the GPU slows as it warms. Results are checked first: a product's against the others' of its name, a step's
 output and every gradient against the same in float32, as a multiple of the error of torch's grouped product there.
 
 Printed are milliseconds and TFLOP/s; for a step milliseconds forward and for both, GiB of its peak, and that multiple.
@@ -24,7 +25,7 @@ from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_
 from kernels.moe_gate import gate, gate_pass, spread
 from kernels.moe_library import spans
 from kernels.moe_order import expert_order
-from kernels.moe_plan import GROUPED_MM, HOPPER, MM, Shapes, Tile, launch_shapes
+from kernels.moe_plan import GROUPED_MM, HOPPER, LARGE, MM, SMALL, Shapes, Tile, choose, launch_shapes
 
 #: An error above this share of the largest result is said and the candidate not timed.
 LARGEST_ERROR = 2.0**-6
@@ -37,6 +38,12 @@ def ways(present: Shapes, hopper: bool = True) -> dict[str, Shapes]:
     if hopper and present.rows == HOPPER.rows:  # the order has one number of rows a tile
         found |= {f"hopper g{group}": Shapes(*[HOPPER._replace(group=group)] * 5) for group in (8, 16)}
     return found
+
+
+def mixes(hopper: bool = True) -> dict[str, Shapes]:
+    """Plans of which products are computed in two ways; those that are picked are here or in :func:`ways`."""
+    mixed = {"hopper g16, grouped weights": LARGE._replace(weights=GROUPED_MM), "hopper g8, grouped backward": SMALL}
+    return mixed if hopper else {}
 
 
 def best_of_each(known: Mapping[str, Shapes], times: Mapping[str, float], passes: Mapping[str, float]) -> Shapes:
@@ -64,7 +71,7 @@ class Step:
 
     def __init__(self, layer: Layer, hopper: bool = True) -> None:
         self.layer, self.choices = layer, layer.model.choices
-        self.ways = ways(layer.present, hopper)
+        self.ways, self.mixes = ways(layer.present, hopper), mixes(hopper)
         self.orders = {rows: self._order(rows) for rows in (16, layer.present.rows)}
         self.rows = spread(layer.x, self._order(16), self.choices)
         self.grad_rows = spread(layer.grad, self._order(16), self.choices)
@@ -182,8 +189,11 @@ def measure_steps(step: Step, best: Shapes, compiled: bool) -> None:
     functions: dict[str, Callable[..., torch.Tensor]] = {"torch_grouped_mm": grouped_mm}
     if compiled:
         functions["torch_compile"] = torch.compile(grouped_mm)
-    print("best of each: " + ", ".join(f"{t.by} g{t.group}" for t in best), flush=True)
-    for label, plan in (step.ways | {"best of each": best}).items():
+    layer = step.layer
+    picked = choose(layer.pairs, layer.x, layer.gate_up, layer.down)
+    for label, plan in (("best of each", best), ("picked", picked)):
+        print(f"{label}: " + ", ".join(f"{t.by} g{t.group}" for t in plan), flush=True)
+    for label, plan in (step.ways | step.mixes | {"best of each": best}).items():
         functions[label] = lambda *tensors, plan=plan: moe_experts(*tensors, plan=plan)
     truth = step.truth()
     base = errors(step.both(grouped_mm), truth)
@@ -214,7 +224,7 @@ def measure_steps(step: Step, best: Shapes, compiled: bool) -> None:
     for label in sorted(ratio, key=lambda label: times[label + "|both"]):
         both, forward = times[label + "|both"], times.get(label + "|forward", float("nan"))
         print(
-            f"{label:16} forward {1e3 * forward:.3f} both {1e3 * both:.3f} ms, {work / both / 1e12:.0f} TFLOP/s, "
+            f"{label:27} forward {1e3 * forward:.3f} both {1e3 * both:.3f} ms, {work / both / 1e12:.0f} TFLOP/s, "
             f"{peak[label]:.2f} GiB, error x{ratio[label]:.2f}",
             flush=True,
         )

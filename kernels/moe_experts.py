@@ -11,7 +11,8 @@ Kept for backward: gate and up (P, 2F) for P = T · K pairs, and the order. The 
 with p written once; the result of the second product is not kept (:mod:`kernels.moe_products`). Autograd sees two
 halves, gate and up and the rest, so that gate and up are freed before the gradients of their weights are made.
 
-Where experts are large and have many rows, products are torch's, with passes of ours between (:mod:`kernels.moe_plan`).
+Where experts have many rows on Hopper, products read them laid out by expert, with passes of ours between
+(:mod:`kernels.moe_plan`): 9 launches and at most 13, of which one a product clears the counter it draws tiles from.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2 (the layer); Gale et al., "MegaBlocks",
 2023 (no token dropped, none padded).

@@ -1,4 +1,4 @@
-"""What lies between products that come from a library: tokens' rows laid out by expert, and the gate with its backward.
+"""What lies between products that take rows laid out: tokens' rows by expert, and the gate with its backward.
 
 Bytes for T tokens of K experts, P = T · K pairs, width D, inner width F and e bytes a number:
 
@@ -7,8 +7,8 @@ Bytes for T tokens of K experts, P = T · K pairs, width D, inner width F and e 
     gate backward   e 6 F P: the activation's gradient, gate and up read, their gradients and p · act written, the last
                     over the activation's gradient, in whose place it lies; the router's gradient is a sum on the way
 
-A product of our own has these at its ends, where they move e 2 F P less each way. They pay where the library's product
-is the faster by more than that.
+Our first product has these at its ends, where they move e 2 F P less each way. They pay where another product is the
+faster by more than that.
 """
 
 from __future__ import annotations

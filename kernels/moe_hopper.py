@@ -195,7 +195,7 @@ def _multiply(
             _leave(right, stage, out_ptr, first, limit, n_at + 128, n_size)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["places_ptr", "many", "tiles"])  # which hang on the number of pairs
 def hopper_product_kernel(
     a_desc, b_desc, out_ptr, places_ptr, counter_ptr, many, m_size, n_size, length, tiles,
     STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr, STAGE_LAYOUT: gl.constexpr,

@@ -7,7 +7,8 @@ A product is computed by one of
     hopper        our kernel with specialised warps (:mod:`kernels.moe_hopper`), between passes of ours that lay out
                   tokens by expert and compute the gate (:mod:`kernels.moe_gate`)
     grouped_mm    torch's product over groups, between the same passes
-    mm            torch's product, expert after expert, likewise; the host waits until it knows how many rows each has
+    mm            torch's product, expert after expert, likewise; the host waits until it knows how many rows each has.
+                  No plan has it: a candidate of :mod:`benchmarks.moe_plans` alone, the bar for the others
 
 and each product of a layer may be another's.
 """
@@ -20,9 +21,14 @@ import torch
 import torch.nn.functional as F
 
 By = Literal["pointers", "hopper", "grouped_mm", "mm"]
-#: Rows an expert has on average from which a faster product pays for the passes beside it, and how many numbers its
-#: gate and up must have for that: small ones make little to do, of which our first kernel has the gate for nothing.
-LARGE_ROWS, LARGE_SIZE = 512, 2**25
+#: Rows an expert has on average from which products that need passes beside them are taken: those of one of their
+#: tiles, which fewer would leave empty in part. `python3 -m benchmarks.moe_plans` found whole steps faster so on an
+#: H200 at 1,024 rows (Mixtral 8×7B's layer) and at 256 (Qwen3-30B-A3B's). At 16 rows and at 4 (decode of 64 tokens) our
+#: first kernel is ahead of torch's products with passes. Where between 16 and 256 the line is, is a guess.
+MANY_ROWS = 128
+#: Numbers in an expert's gate and up from which a layer is planned like Mixtral's, below which like Qwen3's. Only those
+#: two were measured, 37 times apart; the line between them is a guess.
+LARGE_SIZE = 2**25
 
 
 class Tile(NamedTuple):
@@ -65,15 +71,23 @@ GROUPED_MM = Tile(0, 0, 0, 0, 0, 0, by="grouped_mm")
 MM = Tile(0, 0, 0, 0, 0, 0, by="mm")
 
 
-def are_large(pairs: int, experts: int, expert_size: int) -> bool:
-    """Whether the layer's products take so long that passes beside them pay for faster ones."""
-    return pairs >= LARGE_ROWS * experts and expert_size >= LARGE_SIZE
+#: Where experts have many rows: of large experts all products ours, in groups that keep more rows in the L2; of small
+#: ones forward ours, backward torch's.
+LARGE = Shapes(*[HOPPER._replace(group=16)] * 5)
+SMALL = Shapes(HOPPER, HOPPER, GROUPED_MM, GROUPED_MM, GROUPED_MM)
+
+
+def have_many_rows(pairs: int, experts: int) -> bool:
+    """Whether an expert has so many on average that passes beside the products pay for faster ones."""
+    return pairs >= MANY_ROWS * experts
 
 
 def launch_shapes(
     pairs: int, experts: int, itemsize: int, whole: bool = True, expert_size: int = 0, library: bool = False
 ) -> Shapes:
     """By the rows that an expert has on average, which is all that the host knows.
+
+    From MANY_ROWS on and where `library` allows it LARGE or SMALL, by an expert's size. Else our first kernel's tiles:
 
     Up to 64 the products bind to memory: turned, tiles of rows that hold an expert's rows in one as a rule (half as
     many again as the average), 32 to 48 KiB a stage, two programs a multiprocessor. Beyond that 128 rows and 256
@@ -82,10 +96,10 @@ def launch_shapes(
     stages. Float32 goes without tensor cores and takes what fits.
 
     whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
-    expert_size: numbers in an expert's gate and up. library: torch's product over groups takes these tensors.
+    expert_size: numbers in an expert's gate and up. library: what :func:`library_takes` says of these tensors.
     """
-    if library and are_large(pairs, experts, expert_size):
-        return Shapes(*[GROUPED_MM] * 5)
+    if library and have_many_rows(pairs, experts):
+        return LARGE if expert_size >= LARGE_SIZE else SMALL
     average = -(-pairs // experts)
     rows = max(16, min(128, 1 << (average + average // 2 - 1).bit_length()))
     if itemsize == 4:
@@ -106,9 +120,10 @@ def launch_shapes(
 
 
 def library_takes(x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch.Tensor) -> bool:
-    """Whether torch's product over groups computes this layer on the device without the host's help.
+    """Whether the products that need rows laid out compute this layer: ours for Hopper and torch's over groups.
 
-    That is bfloat16 on Hopper, rows of whole 16 bytes: elsewhere torch falls back to a loop, or refuses.
+    That is bfloat16 on Hopper, rows of whole 16 bytes. Elsewhere torch falls back to a loop or refuses, and ours has no
+    copy engine.
     """
     if not x_TD.is_cuda or x_TD.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
@@ -120,12 +135,11 @@ def library_takes(x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch
 def choose(pairs: int, x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: torch.Tensor) -> Shapes:
     """The plan for that many pairs of a token and an expert of this layer."""
     experts, double, width = gate_up_EHD.shape
-    size = double * width
     return launch_shapes(
         pairs,
         experts,
         x_TD.element_size(),
         whole=(double // 2) % 16 == width % 16 == 0,
-        expert_size=size,
-        library=are_large(pairs, experts, size) and library_takes(x_TD, gate_up_EHD, down_EDF),
+        expert_size=double * width,
+        library=have_many_rows(pairs, experts) and library_takes(x_TD, gate_up_EHD, down_EDF),
     )

@@ -10,18 +10,18 @@ forward, twice that backward. What differs, per pair of e bytes a number, and pe
                       10 launches an expert, one of which waits until the host knows its tokens
               fused   combine D, and D/K a token's sum: (D + D/K)·e; the gate is the first product's end
                       5 launches in all
-              large   a token's rows laid out D + D/K; gate 3F; combine D + D/K: (2D + 2D/K + 3F)·e; 7 launches
+              passes  a token's rows laid out D + D/K; gate 3F; combine D + D/K: (2D + 2D/K + 3F)·e; 9 launches
     backward  plain   gather 2D; p's product and gradient 6D; gate 9F, both halves together 4F; index_add 3D:
                       (11D + 13F)·e, and 6·E·D·F·e to bring the weights' gradients together; 22 launches an expert
               fused   combine D + D/K; the gate is a product's end; 6 launches
-              large   the gradient and x laid out 2D + 2D/K; gate 6F; combine D + D/K: (3D + 3D/K + 6F)·e; 11 launches
+              passes  the gradient and x laid out 2D + 2D/K; gate 6F; combine D + D/K: (3D + 3D/K + 6F)·e; 13 launches
 
-Large experts of many tokens go by `large`: a product that reads whole tiles of laid-out rows is the faster by more than
-the passes beside it take (:mod:`kernels.moe_plan`). At 680 TFLOP/s, 4.28 TB/s and 9.5 µs a launch (an H200), where
-launches and device overlap:
+Experts of many rows go by `passes`, as those of 4,096 tokens below: a product that reads whole tiles of laid-out rows
+is the faster by more than the passes beside it take (:mod:`kernels.moe_plan`, which gives Qwen3's backward to torch's
+products, 11 launches). At 680 TFLOP/s, 4.28 TB/s and 9.5 µs a launch (an H200), where launches and device overlap:
 
     Mixtral 8×7B (8 of 14336, top 2), 4,096 tokens forward and backward    1.15 times: bytes, a few beside the products
-    Qwen3-30B-A3B (128 of 768, top 8), 4,096 tokens forward and backward   27 times: launches, which nothing covers
+    Qwen3-30B-A3B (128 of 768, top 8), 4,096 tokens forward and backward   23.6 times: launches, which nothing covers
     decode of 64 tokens                                                    1.15 and 43 times: the same, over the weights
 
 So it relieves launches wherever experts are many and small, and little where they are few and large. Tokens are neither
@@ -154,7 +154,7 @@ def work(workload: Workload) -> Work:
 
 def predict(workload: Workload) -> float:
     """Ratio of times: the larger of what the host takes to launch and the device to compute, as counted above."""
-    from kernels.moe_plan import are_large
+    from kernels.moe_plan import have_many_rows
 
     size, pairs, width, inner = ITEMSIZE[workload.dtype], _pairs(workload), int(workload.width), int(workload.inner)
     experts, choices = _touched(workload), int(workload.choices)
@@ -163,10 +163,10 @@ def predict(workload: Workload) -> float:
     gathered = 6 * int(workload.experts) * width * inner
     slow = over(workload, (7 * width + 5 * inner) * pairs, (11 * width + 13 * inner) * pairs + gathered)
     token = width + width / choices  # read or written for each of its rows
-    fast = over(workload, 1, 1) * token * pairs
-    if are_large(pairs, int(workload.experts), 2 * inner * width):
-        fast = over(workload, 2 * token + 3 * inner, 3 * token + 6 * inner) * pairs
-    slow_host, fast_host = LAUNCH * experts * over(workload, 10, 22), LAUNCH * over(workload, 5, 6)
+    fast, launches = over(workload, token, token) * pairs, over(workload, 5, 6)
+    if have_many_rows(pairs, int(workload.experts)) and not_for_grouped_mm(workload) is None:
+        fast, launches = over(workload, 2 * token + 3 * inner, 3 * token + 6 * inner) * pairs, over(workload, 9, 13)
+    slow_host, fast_host = LAUNCH * experts * over(workload, 10, 22), LAUNCH * launches
     return max(slow_host, products + slow * size / COPY) / max(fast_host, products + fast * size / COPY)
 
 

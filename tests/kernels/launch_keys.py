@@ -2,7 +2,7 @@
 
 Run as a program, apart from the tests' interpreter: a list of [rows, choices, experts, most] as JSON on stdin, for each
 of which the routed experts run forward and backward; on stdout, as JSON, by kernel its launches and its variants, and
-as ``torch`` the same of torch's own operations, of which there should be none.
+as ``torch`` the same of torch's own operations. With the argument ``large`` by the plan for large experts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels import moe_experts, moe_order
+from kernels.moe_plan import LARGE
 
 WIDTH, INNER = 64, 48
 launches: dict[str, list[str]] = defaultdict(list)
 
 #: Operations of torch that launch nothing.
-FREE = {"empty", "new_empty", "empty_like", "split_with_sizes", "view", "detach"}
+FREE = {"empty", "new_empty", "empty_like", "split_with_sizes", "unsqueeze", "view", "detach"}
 
 
 class Watched(TorchDispatchMode):
@@ -51,7 +52,7 @@ def step(rows: int, choices: int, experts: int, most: int | None) -> None:
     chosen = torch.zeros(rows, choices, dtype=torch.int32)
     grad = torch.zeros_like(x)
     with Watched():
-        out = moe_experts.moe_experts(x, chosen, router, gate_up, down, most)
+        out = moe_experts.moe_experts(x, chosen, router, gate_up, down, most, LARGE if "large" in sys.argv else None)
         torch.autograd.grad(out, leaves, grad)
 
 

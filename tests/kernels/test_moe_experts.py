@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import kernels.moe_experts as module
+import kernels.moe_plan as plans
 from kernels.moe_combine import combine
 from kernels.moe_experts import moe_experts
-from kernels.moe_plan import GROUPED_MM, HOPPER, MM, Shapes, Tile, launch_shapes
+from kernels.moe_plan import GROUPED_MM, HOPPER, LARGE, MM, SMALL, Shapes, Tile, choose, launch_shapes, library_takes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
@@ -188,7 +189,7 @@ def test_the_plan_with_specialised_warps_equals_float64_with_every_gradient(expe
         pytest.skip("needs compute capability 9.0")
     sizes = (len(experts or range(410)), 2, 5, 520, 264)
     experts = None if experts is None else torch.tensor(experts)
-    for plan in (Shapes(*[HOPPER] * 5), Shapes(HOPPER, GROUPED_MM, HOPPER, MM, HOPPER)):
+    for plan in (LARGE, SMALL, Shapes(HOPPER, GROUPED_MM, HOPPER, MM, HOPPER)):
         check(*drawn(*sizes, torch.bfloat16, experts), assert_near, units=4, plan=plan)
 
 
@@ -230,15 +231,39 @@ def test_gate_and_up_are_freed_before_their_weights_gradient_is_made(monkeypatch
     assert seen == [["kept"], []]
 
 
-def test_a_large_layer_is_the_library_s_only_where_it_takes_it_and_experts_are_large():
+def test_rows_are_laid_out_only_where_experts_have_many_and_the_products_take_them():
     mixtral, qwen3 = {"expert_size": 2 * 14336 * 4096}, {"expert_size": 2 * 768 * 2048}
-    assert set(launch_shapes(8192, 8, 2, library=True, **mixtral)) == {GROUPED_MM}
+    assert launch_shapes(8192, 8, 2, library=True, **mixtral) == LARGE
+    assert launch_shapes(32768, 128, 2, library=True, **qwen3) == SMALL
+    assert launch_shapes(128 * 128, 128, 2, library=True, **qwen3) == SMALL
     for shapes in (
         launch_shapes(8192, 8, 2, library=False, **mixtral),
         launch_shapes(128, 8, 2, library=True, **mixtral),
-        launch_shapes(32768, 128, 2, library=True, **qwen3),
+        launch_shapes(32768, 128, 2, library=False, **qwen3),
+        launch_shapes(128 * 128 - 1, 128, 2, library=True, **qwen3),
     ):
         assert {tile.by for tile in shapes} == {"pointers"}
+
+
+def test_a_layer_asks_for_its_rows_and_its_sizes(monkeypatch):
+    monkeypatch.setattr(plans, "library_takes", lambda x, gate_up, down: x.dtype == torch.bfloat16)
+
+    def found(pairs, inner, width, dtype=torch.bfloat16):
+        weights = [
+            torch.empty(shape, dtype=dtype, device="meta") for shape in ((8, 2 * inner, width), (8, width, inner))
+        ]
+        return choose(pairs, torch.empty(1, width, dtype=dtype, device="meta"), *weights)
+
+    assert found(1024, 14336, 4096) == LARGE
+    assert found(1024, 768, 2048) == found(4096, 768, 2048) == SMALL
+    for shapes in (found(1023, 14336, 4096), found(1024, 14336, 4096, torch.float16)):
+        assert {tile.by for tile in shapes} == {"pointers"}
+
+
+def test_no_products_but_the_first_take_what_is_not_on_a_gpu():
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in ((4, 16), (2, 32, 16), (2, 16, 16))]
+    assert not library_takes(*tensors)
+    assert {tile.by for tile in choose(1024, *tensors)} == {"pointers"}
 
 
 def test_combine_adds_choices_in_float32():
@@ -291,13 +316,16 @@ def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, wi
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says of it that it does not see everything
-def test_the_host_waits_for_nothing_and_a_graph_replays_other_routings():
+@pytest.mark.parametrize("plan", [None, LARGE, SMALL], ids=["few rows", "large", "small"])
+def test_the_host_waits_for_nothing_and_a_graph_replays_other_routings(plan):
+    if plan is not None and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
     experts, tensors, grad = drawn(40, 2, 5, 512, 256, torch.bfloat16)
     others = experts.flip(0).contiguous()
 
     def both():
         leaves = [t.detach().requires_grad_() for t in tensors]
-        out = moe_experts(leaves[0], experts, *leaves[1:])
+        out = moe_experts(leaves[0], experts, *leaves[1:], plan=plan)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
     both()  # compiles
