@@ -118,11 +118,6 @@ class Counts:
         Offloaded, an operation has back what it needs when it needs it: a norm its wide input, a product its input and
         its weight, the gate its two factors. Attention is left out: it has less, for a feed-forward wider than the
         model.
-
-        Of the lean ways the kernels' is counted, without the weight gradients of a norm's programs: in the head or in
-        the last feed-forward, where the product that is made again takes the place of its gradient and lies beside
-        the last weight's, or where the three weights' gradients do beside the norm's output and its gradient. When
-        gate and up are made again they are alive there.
         """
         c, e, w = self, self.size, self.wide
         logits = c.chunk * c.vocab
@@ -130,11 +125,7 @@ class Counts:
         head = targets + max(3 * w * logits, e * (logits + (c.vocab + c.chunk) * c.width))
         gradient = e * c.width * c.tokens
         if way in LEAN:
-            at = c.saved(way) - c.tokens * (e * c.width + c.root) + 2 * gradient
-            inner, weight = e * c.tokens * c.ffn, e * c.ffn * c.width
-            again = 2 * inner if way == "gate_up_again" else 0
-            in_gate = again + inner + weight + (gradient if again else 0)
-            return max(c.saved(way) + head + gradient, at + in_gate, at + again + 3 * weight + 2 * gradient)
+            return max(c.saved(way) + head + gradient, c.at_last_feed_forward(way))
         in_norm = c.tokens * (5 * w * c.width - w)  # its input's gradient stands where its normalized input was
         at_layer = c.again(way) * c.tokens - c.norm * c.tokens + 3 * gradient
         feed_forward = at_layer + e * c.ffn * max(2 * c.tokens, c.width + c.tokens)
@@ -144,6 +135,26 @@ class Counts:
             weights = 2 * e * c.ffn * (c.width + c.tokens) + 2 * gradient
             feed_forward = 2 * gradient + max(5 * e * c.ffn * c.tokens, weights)
         return c.saved(way) + max(head + gradient, norm, feed_forward)
+
+    def at_last_feed_forward(self, way: str) -> float:
+        """The most that is alive in a lean step's backward, which is at the last layer's feed-forward.
+
+        With kernels at the gate, where the product that is made again takes the place of its gradient and lies beside
+        the last weight's, or where the three weights' gradients do beside the norm's output and its gradient; a norm's
+        programs' parts of its weight's gradient are left out. With torch's operations at the gate, where the product,
+        its gradient and those of gate, of silu(gate) and of up are alive; at the three weights' gradients too, beside
+        those of gate and up; or at the norm, six wide tensors. What is made again of gate and up is alive besides.
+        """
+        e, w = self.size, self.wide
+        stream, inner, weight = e * self.tokens * self.width, e * self.tokens * self.ffn, e * self.ffn * self.width
+        before = self.saved(way) + stream - self.tokens * self.root
+        again = 2 * inner if way == "gate_up_again" else 0
+        at_gate = (again + stream if again else 0) + (inner + weight if self.fused else 5 * inner)
+        if self.fused:
+            return before + max(at_gate, again + 3 * weight + 2 * stream)
+        narrow = stream if e < w else 0
+        norm = 3 * weight + stream + 6 * w * self.tokens * self.width + narrow + e * self.width
+        return before + max(at_gate, 2 * inner + 3 * weight + 2 * stream, norm)
 
     def to_host(self) -> float:
         """Bytes that torch's save_on_cpu sends to the host in a forward, and as many back.

@@ -241,11 +241,6 @@ class Lean(Step):
     def counts(self) -> Counts:
         return counts_of(self.workload, fused=isinstance(self.passes, Fused))
 
-    def counters(self) -> Mapping[str, float]:
-        """As every step's; without kernels no formula for the peak, which is that of autograd within a pass."""
-        left_out = () if isinstance(self.passes, Fused) else ("peak_formula",)
-        return {name: value for name, value in super().counters().items() if name not in left_out}
-
 
 class Compiled(Step):
     """Layers through torch's compiler, by :func:`impls.training.checkpointed_trunk.compiled`."""

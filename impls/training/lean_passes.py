@@ -157,6 +157,7 @@ class Fused:
     def rotate_back(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         from kernels.rope import rope
 
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))  # as attention's backward left them
         out: tuple[Tensor, Tensor] = rope(q, k, cos, -sin, inplace=False)
         return out
 
