@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.moe_shapes import MODELS, Layer, seconds
+from benchmarks.moe_shapes import MODELS, Layer
+from benchmarks.rounds import seconds
 from impls.moe.moe_grouped_experts import grouped_mm, oracle
 from kernels.moe_combine import combine
 from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_product, weights_product
