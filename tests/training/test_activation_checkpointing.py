@@ -21,7 +21,7 @@ from impls.parallel import shared
 from impls.training import checkpointed_trunk as trunks
 from impls.training.activation_bytes import LEAN, WAYS, counts_of
 from impls.training.activation_checkpointing import PAIR, Lean, Offloaded, Step, inputs
-from impls.training.lean_passes import Fused
+from impls.training.lean_passes import Fused, Plain
 from impls.training.live_bytes import LiveBytes
 from kernels._rows import multiprocessors
 from suites.training.activation_checkpointing import WORKLOADS
@@ -171,6 +171,17 @@ def test_with_kernels_every_gradient_is_right(again):
     case.run()
     judged = judge(PAIR.tolerance, "float32", oracle.result(), case.result(), plain.result())
     assert judged.passed, judged.reason
+
+
+def test_with_kernels_gradients_are_turned_back_whatever_their_strides():
+    ctx = Context(WITH_KERNELS, torch.float32, 3)
+    grads = [ctx.randn(2, 8, 6, heads, salt=heads).transpose(-1, -2) for heads in (4, 2)]
+    assert all(grad.stride(-1) != 1 for grad in grads)
+    angles = ctx.randn(1, 8, 3)
+    angles = torch.cat((angles, angles), dim=-1)
+    found = Fused().rotate_back(*grads, *Fused().angles(angles.cos(), angles.sin()))
+    for got, want in zip(found, Plain().rotate_back(*grads, angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_with_kernels_a_second_backward_is_refused(unlaunched):
