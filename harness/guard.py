@@ -77,8 +77,9 @@ def leave(code: int) -> NoReturn:
     A collective is done for the program a moment before gloo's own thread lets go of its tensors, and for that the
     thread takes the interpreter's lock. If the interpreter has begun to take itself apart meanwhile, the thread is
     ended in the middle of a C++ destructor: "terminate called without an active exception", SIGABRT, and a rank whose
-    results were all there counts as dead. No call waits for those threads (``destroy_process_group`` does not while a
-    mesh still refers to the group), and those of autograd and NCCL are no better off.
+    results were all there counts as dead. No call waits for those threads: a group's own end does, but a mesh may still
+    refer to the group, or the graph of the very tensor that the thread holds. Those of autograd and NCCL are no better
+    off.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads that are no daemons
     atexit._run_exitfuncs()
