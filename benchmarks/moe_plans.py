@@ -26,7 +26,7 @@ from kernels.moe_experts import gate_backward, gated_product, moe_experts, rows_
 from kernels.moe_gate import gate, gate_pass, spread
 from kernels.moe_library import spans
 from kernels.moe_order import expert_order
-from kernels.moe_plan import GROUPED_MM, HOPPER, LARGE, MM, SMALL, Shapes, Tile, choose, launch_shapes
+from kernels.moe_plan import GROUPED_MM, HOPPER, MM, Shapes, Tile, choose, launch_shapes
 
 #: An error above this share of the largest result is said and the candidate not timed.
 LARGEST_ERROR = 2.0**-6
@@ -42,9 +42,9 @@ def ways(present: Shapes, hopper: bool = True) -> dict[str, Shapes]:
 
 
 def mixes(hopper: bool = True) -> dict[str, Shapes]:
-    """Plans of which products are computed in two ways; those that are picked are here or in :func:`ways`."""
-    mixed = {"hopper g16, grouped weights": LARGE._replace(weights=GROUPED_MM), "hopper g8, grouped backward": SMALL}
-    return mixed if hopper else {}
+    """Plans of which products are computed in two ways; none of them is picked."""
+    forward = Shapes(HOPPER, HOPPER, GROUPED_MM, GROUPED_MM, GROUPED_MM)
+    return {"hopper g8, grouped backward": forward} if hopper else {}
 
 
 def best_of_each(known: Mapping[str, Shapes], times: Mapping[str, float], passes: Mapping[str, float]) -> Shapes:

@@ -7,10 +7,9 @@ A product is computed by one of
     hopper        our kernel with specialised warps (:mod:`kernels.moe_hopper`), between passes of ours that lay out
                   tokens by expert and compute the gate (:mod:`kernels.moe_gate`)
     grouped_mm    torch's product over groups, between the same passes
-    mm            torch's product, expert after expert, likewise; the host waits until it knows how many rows each has.
-                  No plan has it: a candidate of :mod:`benchmarks.moe_plans` alone, the bar for the others
+    mm            torch's product, expert after expert, likewise; the host waits until it knows how many rows each has
 
-and each product of a layer may be another's.
+and each product of a layer may be another's. The last two are no plan's: the bar that :mod:`benchmarks.moe_plans` sets.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ By = Literal["pointers", "hopper", "grouped_mm", "mm"]
 #: H200 at 1,024 rows (Mixtral 8×7B's layer) and at 256 (Qwen3-30B-A3B's). At 16 rows and at 4 (decode of 64 tokens) our
 #: first kernel is ahead of torch's products with passes. Where between 16 and 256 the line is, is a guess.
 MANY_ROWS = 128
-#: Numbers in an expert's gate and up from which a layer is planned like Mixtral's, below which like Qwen3's. Only those
-#: two were measured, 37 times apart; the line between them is a guess.
-LARGE_SIZE = 2**25
 
 
 class Tile(NamedTuple):
@@ -71,10 +67,8 @@ GROUPED_MM = Tile(0, 0, 0, 0, 0, 0, by="grouped_mm")
 MM = Tile(0, 0, 0, 0, 0, 0, by="mm")
 
 
-#: Where experts have many rows: of large experts all products ours, in groups that keep more rows in the L2; of small
-#: ones forward ours, backward torch's.
-LARGE = Shapes(*[HOPPER._replace(group=16)] * 5)
-SMALL = Shapes(HOPPER, HOPPER, GROUPED_MM, GROUPED_MM, GROUPED_MM)
+#: Where experts have many rows, large and small ones alike.
+LAID_OUT = Shapes(*[HOPPER] * 5)
 
 
 def have_many_rows(pairs: int, experts: int) -> bool:
@@ -82,12 +76,10 @@ def have_many_rows(pairs: int, experts: int) -> bool:
     return pairs >= MANY_ROWS * experts
 
 
-def launch_shapes(
-    pairs: int, experts: int, itemsize: int, whole: bool = True, expert_size: int = 0, library: bool = False
-) -> Shapes:
+def launch_shapes(pairs: int, experts: int, itemsize: int, whole: bool = True, library: bool = False) -> Shapes:
     """By the rows that an expert has on average, which is all that the host knows.
 
-    From MANY_ROWS on and where `library` allows it LARGE or SMALL, by an expert's size. Else our first kernel's tiles:
+    From MANY_ROWS on and where `library` allows it LAID_OUT. Else our first kernel's tiles:
 
     Up to 64 the products bind to memory: turned, tiles of rows that hold an expert's rows in one as a rule (half as
     many again as the average), 32 to 48 KiB a stage, two programs a multiprocessor. Beyond that 128 rows and 256
@@ -96,10 +88,10 @@ def launch_shapes(
     stages. Float32 goes without tensor cores and takes what fits.
 
     whole: rows are of whole 16 numbers. Others are loaded number by number through registers, which must have room.
-    expert_size: numbers in an expert's gate and up. library: what :func:`library_takes` says of these tensors.
+    library: what :func:`library_takes` says of these tensors.
     """
     if library and have_many_rows(pairs, experts):
-        return LARGE if expert_size >= LARGE_SIZE else SMALL
+        return LAID_OUT
     average = -(-pairs // experts)
     rows = max(16, min(128, 1 << (average + average // 2 - 1).bit_length()))
     if itemsize == 4:
@@ -140,6 +132,5 @@ def choose(pairs: int, x_TD: torch.Tensor, gate_up_EHD: torch.Tensor, down_EDF: 
         experts,
         x_TD.element_size(),
         whole=(double // 2) % 16 == width % 16 == 0,
-        expert_size=double * width,
         library=have_many_rows(pairs, experts) and library_takes(x_TD, gate_up_EHD, down_EDF),
     )

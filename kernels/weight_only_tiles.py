@@ -4,7 +4,7 @@
 
 Bytes are those said there. Nothing but memory binds here, and only while two things hold. *Enough is in flight:*
 4.3 TB/s over some 800 ns are 26 KB a multiprocessor at every moment, so the launch has its programs resident at once,
-and each thread asks for its next two to eight 16-byte words before it uses the first. *Widening keeps up:* at two
+and each thread asks for its next two or four 16-byte words before it uses the first. *Widening keeps up:* at two
 instructions a weight, of which a multiprocessor issues 128 a clock over all threads, 14336 by 4096 takes some 4 µs of
 the 7 and 14 that its bytes take in 4 and 8 bits.
 
@@ -38,8 +38,8 @@ from kernels._weight_only import MAX_SPLITS, add_parts, block_of, check_numbers,
 
 ROWS = 16  # of a tile: an operand of the tensor cores
 WORDS = 256  # of 16 bits: what a warp loads at once
-FEW_TOKENS = 8  # up to here it is ahead of the kernel over rows
-_WARPS = 27  # a multiprocessor: what its registers hold at 72 a thread
+FEW_TOKENS = 16  # up to here it is ahead of the kernel over rows
+_WARPS = 12  # a multiprocessor, at the least
 
 
 class Launch(NamedTuple):
@@ -53,20 +53,22 @@ class Launch(NamedTuple):
     registers: int | None = None  # a thread, at most
 
 
-def launch_shape(tokens: int, rows: int, blocks: int, bits: int, slots: int) -> Launch:
-    """Programs of as few warps as fill the multiprocessors (`slots`), so that all are resident at once.
+def launch_shape(tokens: int, rows: int, blocks: int, slots: int) -> Launch:
+    """Programs of as few warps as give each multiprocessor (of `slots`) a dozen, all of them resident at once.
 
-    Of 896 tiles each multiprocessor has seven of four warps, of 256 two of sixteen. In 4 bits a warp asks for two
-    blocks at once, 2 KB, in 8 bits for one: 54 KB a multiprocessor. Fewer tiles than multiprocessors are split.
+    `python3 -m benchmarks.weight_only_shapes` found these on an H200 for 896 tiles (four warps) and 256 (eight), and
+    for more than 8 tokens two tiles a program, which halves the tokens' reads; where tiles are few that is a guess. A
+    second block asked for at once costs registers, and so programs, and loses. Fewer tiles than multiprocessors are
+    split.
     """
     tiles = max(1, triton.cdiv(rows, ROWS))
     warps = 4
-    while warps < 16 and 2 * warps <= blocks and tiles * warps < (_WARPS - 2) * slots:
+    while warps < 16 and 2 * warps <= blocks and tiles * warps < _WARPS * slots:
         warps *= 2
     warps = min(warps, triton.next_power_of_2(max(1, blocks)))
-    ahead = 2 if bits == 4 and blocks >= 2 * warps and blocks % (2 * warps) == 0 else 1
     splits = max(1, min(slots // tiles, blocks // (2 * warps), MAX_SPLITS))
-    return Launch(8 if tokens <= 8 else 16, warps, ahead, splits=splits)
+    together = 2 if tokens > 8 and tiles >= 4 * slots else 1
+    return Launch(8 if tokens <= 8 else 16, warps, 1, tiles=together, splits=splits)
 
 
 def blocks_of(columns: int, group: int | None) -> int:
@@ -296,7 +298,7 @@ def weight_only_tiles(
     block, rows = _check_weight(x_MK, tiles, scales_GN, bits, group)
     tokens, columns = x_MK.shape
     blocks = blocks_of(columns, group)
-    shape = launch_shape(tokens, rows, blocks, bits, multiprocessors(x_MK.device))
+    shape = launch_shape(tokens, rows, blocks, multiprocessors(x_MK.device))
     chosen = shape.splits if splits is None else splits
     if not 1 <= chosen <= MAX_SPLITS:
         raise ValueError(f"splits: {chosen} is not between 1 and {MAX_SPLITS}")

@@ -166,7 +166,7 @@ def fused(workload: Workload, ctx: Context) -> Callable[..., Tensor]:
         size, slots = ITEMSIZE[workload.dtype], multiprocessors(ctx.device)
         if in_tiles(workload):
             blocks = over_tiles.blocks_of(width, group_of(workload))
-            launch = over_tiles.launch_shape(tokens, outputs, blocks, int(workload.bits), slots)._asdict()
+            launch = over_tiles.launch_shape(tokens, outputs, blocks, slots)._asdict()
         else:
             launch = over_rows.launch_shape(tokens, outputs, width, int(workload.bits), size, slots)._asdict()
         return {

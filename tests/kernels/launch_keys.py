@@ -19,7 +19,7 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from kernels import moe_experts, moe_order
-from kernels.moe_plan import LARGE
+from kernels.moe_plan import LAID_OUT
 
 WIDTH, INNER = 64, 48
 launches: dict[str, list[str]] = defaultdict(list)
@@ -52,7 +52,7 @@ def step(rows: int, choices: int, experts: int, most: int | None) -> None:
     chosen = torch.zeros(rows, choices, dtype=torch.int32)
     grad = torch.zeros_like(x)
     with Watched():
-        out = moe_experts.moe_experts(x, chosen, router, gate_up, down, most, LARGE if "large" in sys.argv else None)
+        out = moe_experts.moe_experts(x, chosen, router, gate_up, down, most, LAID_OUT if "many" in sys.argv else None)
         torch.autograd.grad(out, leaves, grad)
 
 

@@ -10,7 +10,7 @@ import kernels.moe_experts as module
 import kernels.moe_plan as plans
 from kernels.moe_combine import combine
 from kernels.moe_experts import moe_experts
-from kernels.moe_plan import GROUPED_MM, HOPPER, LARGE, MM, SMALL, Shapes, Tile, choose, launch_shapes, library_takes
+from kernels.moe_plan import GROUPED_MM, HOPPER, LAID_OUT, MM, Shapes, Tile, choose, launch_shapes, library_takes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's
@@ -189,7 +189,7 @@ def test_the_plan_with_specialised_warps_equals_float64_with_every_gradient(expe
         pytest.skip("needs compute capability 9.0")
     sizes = (len(experts or range(410)), 2, 5, 520, 264)
     experts = None if experts is None else torch.tensor(experts)
-    for plan in (LARGE, SMALL, Shapes(HOPPER, GROUPED_MM, HOPPER, MM, HOPPER)):
+    for plan in (LAID_OUT, Shapes(HOPPER, GROUPED_MM, HOPPER, MM, HOPPER)):
         check(*drawn(*sizes, torch.bfloat16, experts), assert_near, units=4, plan=plan)
 
 
@@ -232,15 +232,13 @@ def test_gate_and_up_are_freed_before_their_weights_gradient_is_made(monkeypatch
 
 
 def test_rows_are_laid_out_only_where_experts_have_many_and_the_products_take_them():
-    mixtral, qwen3 = {"expert_size": 2 * 14336 * 4096}, {"expert_size": 2 * 768 * 2048}
-    assert launch_shapes(8192, 8, 2, library=True, **mixtral) == LARGE
-    assert launch_shapes(32768, 128, 2, library=True, **qwen3) == SMALL
-    assert launch_shapes(128 * 128, 128, 2, library=True, **qwen3) == SMALL
+    for pairs, experts in ((8192, 8), (32768, 128), (128 * 128, 128)):
+        assert launch_shapes(pairs, experts, 2, library=True) == LAID_OUT
     for shapes in (
-        launch_shapes(8192, 8, 2, library=False, **mixtral),
-        launch_shapes(128, 8, 2, library=True, **mixtral),
-        launch_shapes(32768, 128, 2, library=False, **qwen3),
-        launch_shapes(128 * 128 - 1, 128, 2, library=True, **qwen3),
+        launch_shapes(8192, 8, 2, library=False),
+        launch_shapes(128, 8, 2, library=True),
+        launch_shapes(32768, 128, 2, library=False),
+        launch_shapes(128 * 128 - 1, 128, 2, library=True),
     ):
         assert {tile.by for tile in shapes} == {"pointers"}
 
@@ -254,8 +252,7 @@ def test_a_layer_asks_for_its_rows_and_its_sizes(monkeypatch):
         ]
         return choose(pairs, torch.empty(1, width, dtype=dtype, device="meta"), *weights)
 
-    assert found(1024, 14336, 4096) == LARGE
-    assert found(1024, 768, 2048) == found(4096, 768, 2048) == SMALL
+    assert found(1024, 14336, 4096) == found(1024, 768, 2048) == LAID_OUT
     for shapes in (found(1023, 14336, 4096), found(1024, 14336, 4096, torch.float16)):
         assert {tile.by for tile in shapes} == {"pointers"}
 
@@ -316,7 +313,7 @@ def test_the_tiles_of_a_gpu_are_right_where_they_divide_and_where_not(tokens, wi
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # torch says of it that it does not see everything
-@pytest.mark.parametrize("plan", [None, LARGE, SMALL], ids=["few rows", "large", "small"])
+@pytest.mark.parametrize("plan", [None, LAID_OUT], ids=["few rows", "many rows"])
 def test_the_host_waits_for_nothing_and_a_graph_replays_other_routings(plan):
     if plan is not None and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")

@@ -28,8 +28,8 @@ def launches():
 
 
 @pytest.fixture(scope="module")
-def launches_of_large_experts():
-    return launched("large")
+def launches_of_many_rows():
+    return launched("many")
 
 
 def test_eleven_forward_and_backward_none_of_them_torch_s_own(launches):
@@ -42,12 +42,12 @@ def test_another_number_of_pairs_compiles_nothing_anew(launches):
     assert {name: kinds for name, (_, kinds) in launches.items()} == {name: 1 + (name in twice) for name in launches}
 
 
-def test_nine_and_thirteen_where_rows_are_laid_out_of_which_six_clear_a_counter(launches_of_large_experts):
-    assert sum(count for count, _ in launches_of_large_experts.values()) == (9 + 13) * len(STEPS)
-    assert launches_of_large_experts["torch"] == [6 * len(STEPS), 1]
+def test_nine_and_thirteen_where_rows_are_laid_out_of_which_six_clear_a_counter(launches_of_many_rows):
+    assert sum(count for count, _ in launches_of_many_rows.values()) == (9 + 13) * len(STEPS)
+    assert launches_of_many_rows["torch"] == [6 * len(STEPS), 1]
 
 
-def test_nor_does_it_where_rows_are_laid_out(launches_of_large_experts):
+def test_nor_does_it_where_rows_are_laid_out(launches_of_many_rows):
     more = {"hopper_product_kernel": 3, "combine_kernel": 2}  # over rows, across, and of weights
-    kinds = {name: kinds for name, (_, kinds) in launches_of_large_experts.items()}
-    assert kinds == {name: more.get(name, 1) for name in launches_of_large_experts}
+    kinds = {name: kinds for name, (_, kinds) in launches_of_many_rows.items()}
+    assert kinds == {name: more.get(name, 1) for name in launches_of_many_rows}

@@ -170,13 +170,13 @@ def test_wrong_arguments_are_named():
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16])
 def test_every_launch_has_work_for_each_warp_and_enough_in_flight(tokens, rows, columns, bits):
     blocks, tiles = blocks_of(columns, None), -(-rows // 16)
-    shape = launch_shape(tokens, rows, blocks, bits, H200)
+    shape = launch_shape(tokens, rows, blocks, H200)
     assert shape.tokens == (8 if tokens <= 8 else 16)
     assert 1 <= shape.splits <= module.MAX_SPLITS
     assert shape.warps * shape.ahead * shape.splits <= max(1, blocks)
     if rows >= 4096:
         flying = tiles * shape.warps * shape.ahead * 128 * 16 * bits // 8
-        assert flying / H200 >= 26 * 1024
+        assert flying / H200 >= 15 * 1024, "more is slower where it takes registers, and so programs"
         assert shape.splits == 1
 
 
@@ -186,12 +186,11 @@ def test_on_hopper_loads_run_ahead_and_become_the_operand_as_they_are(compile_fo
     for tokens, bits, group, kind, tiles in [
         (1, 4, 128, "bf16", 1),
         (1, 8, None, "bf16", 1),
-        (16, 4, 128, "fp16", 1),
-        (16, 8, None, "bf16", 1),
-        (1, 4, 128, "bf16", 2),
+        (16, 4, 128, "fp16", 2),
+        (16, 8, None, "bf16", 2),
     ]:
-        shape = launch_shape(tokens, 14336, 32, bits, H200)._replace(tiles=tiles)
-        shape = shape._replace(ahead=1) if tiles == 2 else shape
+        shape = launch_shape(tokens, 14336, 32, H200)
+        assert shape.tiles == tiles
         arguments = {
             "x_ptr": f"*{kind}", "tiles_ptr": "*i16", "scales_ptr": f"*{kind}", "out_ptr": f"*{kind}",
             "tokens": "i32", "rows": "i32", "columns": "i32", "x_stride": "i32", "blocks": "i32", "share": "i32",
