@@ -115,7 +115,7 @@ def _judge_tensor(
         verdict.fail(form)
         return
     if tolerance.rule == "exact":
-        same = torch.equal(got.to(truth.dtype), truth)
+        same = torch.equal(got.to(device=truth.device, dtype=truth.dtype), truth)
         verdict.tensors[name] = {"error": 0.0 if same else 1.0, "bound": 0.0}
         if not same:
             verdict.tensor, verdict.error = name, 1.0
@@ -186,8 +186,8 @@ def distance(truth: torch.Tensor, got: torch.Tensor) -> Errors:
     largest = oracle_max = 0.0
     flat_truth, flat_got = truth.reshape(-1), got.reshape(-1)
     for start in range(0, flat_truth.numel(), CHUNK):
-        a = flat_truth[start : start + CHUNK].double()
-        b = flat_got[start : start + CHUNK].to(a.device).double()
+        a, b = _side_by_side(flat_truth, flat_got, start)
+        a, b = a.double(), b.double()
         finite = a.isfinite() & b.isfinite()
         a, b = a[finite], b[finite]
         if not a.numel():
@@ -200,6 +200,13 @@ def distance(truth: torch.Tensor, got: torch.Tensor) -> Errors:
         oracle_max = max(oracle_max, float(a.abs().max()))
     count = max(total, 1.0)
     return Errors(math.sqrt(square / count), largest, math.sqrt(reference / count), oracle_max)
+
+
+def _side_by_side(truth: torch.Tensor, got: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A piece of both on one device: the accelerator when either is there, since a large truth waits on the host."""
+    device = got.device if truth.device.type == "cpu" else truth.device
+    end = start + CHUNK
+    return truth[start:end].to(device), got[start:end].to(device)
 
 
 def _form_problem(name: str, truth: torch.Tensor, got: Any, baseline: torch.Tensor | None) -> str | None:
@@ -223,8 +230,7 @@ def _not_finite_place(truth: torch.Tensor, got: torch.Tensor) -> tuple[list[int]
     """Where the result is NaN or inf and the oracle is not, or the other way round; None when they agree."""
     flat_truth, flat_got = truth.reshape(-1), got.reshape(-1)
     for start in range(0, flat_truth.numel(), CHUNK):
-        a = flat_truth[start : start + CHUNK]
-        b = flat_got[start : start + CHUNK].to(a.device)
+        a, b = _side_by_side(flat_truth, flat_got, start)
         bad = (a.isnan() != b.isnan()) | (a.isinf() != b.isinf()) | (a.isinf() & b.isinf() & (a.sign() != b.sign()))
         if bool(bad.any()):
             at = start + int(bad.to(torch.int8).argmax())

@@ -24,6 +24,7 @@ class Entry:
     status: str = ""
     reason: str = ""
     before: int = 0
+    held: int = 0
     costs: dict[str, float] = field(default_factory=dict)
     check: Verdict | None = None
     memory: memory.Memory | None = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness import memory, opcase
+from harness import holding, memory, opcase
 from harness.check import Verdict, judge, judge_scored
 from harness.clock import WallClock, clock_for, inner_calls
 from harness.conditions import Conditions, watch_device
@@ -57,6 +57,7 @@ class Measurement:
             trace_path=job.trace_path,
         )
         self.entries = [Entry(name, pair.variant(name)) for name in job.variants]
+        self.room = holding.capacity(self.device)
         self._inputs: Inputs | None = None
         self._shared: Sequence[Any] = ()
 
@@ -98,7 +99,7 @@ class Measurement:
         return make(self.workload, self.ctx)
 
     def _truth(self, inputs: Inputs) -> tuple[Mapping[str, Any] | None, Any, str]:
-        """The oracle's result (rank 0 only), its case, and why there is none."""
+        """The oracle's result (rank 0 only), its case where that scores what others emit, and why there is none."""
         if self.agreement.rank != 0:
             return None, None, ""
         self.events.begin(self.workload.name, "oracle", "check")
@@ -109,7 +110,11 @@ class Measurement:
             case.load(inputs)
             for _ in range(self.pair.check_runs):
                 case.run()
-            return case.result(), case, ""
+            if hasattr(case, "score"):
+                return case.result(), case, ""
+            truth = holding.truth_of(case.result(), self.room)
+            _end(case)
+            return truth, None, ""  # its model, gradients and moments are gone: only what it found is compared
         except torch.OutOfMemoryError as err:
             return None, None, f"the oracle does not fit in memory here: {first_line(err)}"
 
@@ -144,13 +149,13 @@ class Measurement:
                 self._settle_check(entry, verdict, first)
             entry.status, entry.reason = self.agreement.tell((entry.status, entry.reason))
             if entry.name == "baseline" and entry.alive:
-                baseline = result
+                # Only by the rule of same precision its values are asked for: its own error bounds the others'.
+                same = self.pair.tolerance.rule == "same_precision"
+                baseline = result if same else holding.form_of(result)
             if first and entry.alive and self.job.timing:
                 self._guarded(entry, lambda e=entry, r=result: self._memory(e, inputs, r))
             self._rest(entry)
-        for end in ("unload", "close"):
-            if hasattr(oracle_case, end):
-                getattr(oracle_case, end)()
+        _end(oracle_case)
         return any(e.alive for e in self.entries)
 
     def _settle_check(self, entry: Entry, verdict: Verdict | None, first: bool) -> None:
@@ -197,7 +202,11 @@ class Measurement:
             entry.costs["compile_s"] = entry.costs["build_s"] + time.perf_counter() - started
         for _ in range(self.pair.check_runs - 1):
             case.run()
-        result = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in case.result().items()}
+        result = holding.own_copy(case.result())
+        if self.agreement.rank != 0:
+            result = {}  # rank 0 judges
+        held = holding.held_now(self.device) - entry.before - tensor_bytes(result)
+        entry.held = self.agreement.most(max(0, held)) or 0
         if isinstance(case, opcase.OpCase) and self.agreement.rank == 0:
             changed = set(case.changed_inputs(inputs)) - set(entry.variant.changes)
             if changed:
@@ -227,15 +236,21 @@ class Measurement:
 
     def _time_all(self) -> None:
         entries = [e for e in self.entries if e.alive]
+        apart = self.agreement.world > 1 and not self._fit_together(entries)
         try:
-            self._sample(entries, apart=False)
+            self._sample(entries, apart)
         except torch.OutOfMemoryError:
             if self.agreement.world > 1:
                 raise  # the other ranks are still inside a round: another way on would leave them waiting
             # Together they do not fit: each then has the memory to itself, in alternating blocks.
             for entry in entries:
-                self._rest(entry)
+                self._rest(entry, close=True)
             self._sample(entries, apart=True)
+
+    def _fit_together(self, entries: Sequence[Entry]) -> bool:
+        """Whether they do by what was counted: ranks cannot try, since one that fails leaves the others waiting."""
+        peaks = [e.memory.peak or 0 for e in entries if e.memory is not None]
+        return holding.fit_together(tensor_bytes(self._inputs), [e.held for e in entries], peaks, self.room)
 
     def _sample(self, entries: list[Entry], apart: bool) -> None:
         inputs = self._inputs
@@ -378,13 +393,14 @@ class Measurement:
         return None
 
     def _rest(self, entry: Entry, close: bool = False) -> None:
-        """Frees what a case holds; a case that cannot unload stays, unless it is exclusive or closed for good."""
+        """Frees what a case holds; one that cannot unload stays, unless it is exclusive, crowds out the others or is
+        closed for good."""
         case = entry.case
         if case is None:
             return
         if hasattr(case, "unload") and not close:
             case.unload()
-        elif close or entry.variant.exclusive:
+        elif close or entry.variant.exclusive or holding.crowds(entry.held, len(self.entries), self.room):
             if hasattr(case, "close"):
                 case.close()
             entry.case = None
@@ -423,3 +439,10 @@ class Measurement:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _end(case: Any) -> None:
+    """Frees what a case holds that is used no more."""
+    for end in ("unload", "close"):
+        if hasattr(case, end):
+            getattr(case, end)()

@@ -326,6 +326,18 @@ def weight_traffic(workload: Workload) -> float:
     return float(model_config(workload).parameters * (3 * size + own_weights + 2 * wide_ + 4 * wide_))
 
 
+def check_bytes(numbers: int, own: int, dtype: str) -> int:
+    """Bytes that a check of a training step needs on the rank that judges (:mod:`harness.holding`), activations and
+    ``hidden`` besides: the inputs, gradients and weights of one process and of the ranks, both whole and in the wide
+    dtype, and the case, which in 16 bits has weights, gradients and moments in both.
+
+    numbers: of the whole model. own: those that the judging rank keeps.
+    """
+    size, wide_ = ITEMSIZE[dtype], wide_size(dtype)
+    case = 4 * wide_ + (2 * size if size < wide_ else 0)
+    return numbers * (size + 4 * wide_) + own * case
+
+
 def ring_bytes(ranks: int, buffers: int) -> float:
     """(N-1)/N of a number of bytes; the one place where counts are divided, as :class:`Link` does it."""
     return (ranks - 1) * buffers / ranks
