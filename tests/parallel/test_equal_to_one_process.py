@@ -41,7 +41,7 @@ PLAN = [
     *(("tensor_parallel", v, {"even": TP}) for v in ("sequence_parallel", "dtensor")),
     *(("context_parallel", v, {"even": CP, "odd": CP_ODD}) for v in ("baseline", "optimized", "ulysses")),
     *(("tp_decode", v, {"even": DECODE, "odd": DECODE_ODD}) for v in ("baseline", "gathered")),
-    *(("overlap", v, {"even": OVERLAP, "odd": OVERLAP_ODD}) for v in ("baseline", "optimized")),
+    *(("overlap", v, {"even": OVERLAP, "odd": OVERLAP_ODD}) for v in ("baseline", "optimized", "even")),
     *(("collectives", v, {op: payload(op) for op in OPS}) for v in ("baseline", "optimized", "asynchronous")),
 ]
 #: What each must refuse: technique, dimensions, words of the error.
