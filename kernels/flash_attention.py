@@ -156,7 +156,8 @@ def flash_attention_backward(
     if empty:
         return dq, dk, dv
     if grad_out.stride(-1) != 1 or not is_describable(grad_out):
-        grad_out = grad_out.contiguous()
+        # A copy, which `contiguous` makes none of where only the base is at fault: a part of a longer gradient.
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)
     if grad_lse is not None and grad_lse.stride(-1) != 1:
         grad_lse = grad_lse.contiguous()
     config = flash_attention_kernel(problem, q, k, v) if config is None else _checked(config, problem, q, k, v)

@@ -339,6 +339,21 @@ def test_an_expanded_gradient_is_accepted() -> None:
     torch.testing.assert_close(v.grad.sum(1), torch.full_like(v.grad[:, 0], 12.0), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("config", [None, DESCRIBED], ids=["picked", "descriptors"])
+def test_a_gradient_that_starts_anywhere_is_accepted(config: Config | None) -> None:
+    """What follows three numbers in a longer tensor is contiguous, and starts where the copy engine cannot."""
+    if CUDA and config is not None:
+        pytest.skip("the interpreter's tiles; a GPU uses descriptors by itself")
+    q, k, v, grad = (t[None] for t in Draw([(20, 20)], 2, 2, 64, DTYPES[0]).tensors())
+    odd = torch.cat([grad.new_zeros(3), grad.flatten()])[3:].view(grad.shape)
+    assert odd.is_contiguous()
+    assert odd.data_ptr() % 16
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flash_attention(*leaves, config=config)
+    expected = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, odd), expected, rtol=1e-2, atol=1e-2)
+
+
 def refused(**changes: Any) -> str:
     shape = (2, 8, 4, 64)
     call: dict[str, Any] = {name: torch.zeros(shape, dtype=DTYPES[0], device=DEVICE) for name in ("q", "k", "v")}
