@@ -21,6 +21,8 @@ MIN_SAMPLES = {"op": 10, "step": 10, "serve": 3}
 MAX_SAMPLES = 1000
 RELATIVE_HALF_WIDTH = 0.01
 MAX_WARMUP_CALLS = 60
+#: Rounds go on warming up for so many calls a variant, where its own warm-up ran out of time before it settled.
+LEAST_WARMUP_CALLS = 8
 BLOCKS = 3
 
 
@@ -61,7 +63,10 @@ class Lane:
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how often: seconds for the whole pair, least samples a variant, and a fixed count when asked."""
+    """How long and how often: seconds for the whole pair, least samples a variant, and a fixed count when asked.
+
+    settle: let the first rounds warm up too when a variant's own warm-up was too short to settle.
+    """
 
     budget: float
     least: int
@@ -70,6 +75,7 @@ class Plan:
     decide: Callable[[bool], bool] = lambda more: more
     shuffle: Callable[[list[str]], list[str]] | None = None
     now: Callable[[], float] = time.perf_counter
+    settle: bool = True
 
 
 def sample_all(lanes: Sequence[Lane], plan: Plan) -> dict[str, Series]:
@@ -109,6 +115,8 @@ def _block(
         start = plan.now()
         for lane in group:
             _warm_up(lane, series[lane.name], plan, seconds / (4 * len(group)))
+        if plan.settle and plan.exactly is None:
+            _settle(group, series, plan, start + seconds / 2)
         _rounds(group, series, plan, start + seconds, least, order)
     finally:
         for lane in entered:
@@ -126,6 +134,22 @@ def _warm_up(lane: Lane, series: Series, plan: Plan, seconds: float) -> None:
         more = plan.decide(wish)
     series.warmup += len(ticks)
     series.warmup_s += plan.now() - start
+
+
+def _settle(group: Sequence[Lane], series: dict[str, Series], plan: Plan, deadline: float) -> None:
+    """Rounds that are not counted: long steps get few calls by themselves, and only side by side do allocators and
+    caches come to what they will be. Ends when all had enough calls or half of the time is gone."""
+
+    def wish() -> bool:
+        short = any(not series[x.name].settled and series[x.name].warmup < LEAST_WARMUP_CALLS for x in group)
+        return short and plan.now() < deadline
+
+    while plan.decide(wish()):
+        for lane in group:
+            begun = plan.now()
+            lane.sample()
+            series[lane.name].warmup += 1
+            series[lane.name].warmup_s += plan.now() - begun
 
 
 def _rounds(

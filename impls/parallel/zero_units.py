@@ -133,6 +133,7 @@ class Unit:
         self.master = self.shard if wide(dtype) == dtype else self.shard.to(wide(dtype))
         self.full: Callable[[Unit], None] | None = None
         self._sums: Tensor | None = None
+        self._places: dict[str, Tensor] = {}
         self._waiting_for = set(like)
         self._coming: Handle | None = None
         self._leaving: Handle | None = None
@@ -211,7 +212,7 @@ class Unit:
             self._leaving.wait()
         self._leaving = None
         if self.stage > 1:
-            self._sums = None
+            self._sums, self._places = None, {}
 
     def communicate(self) -> None:
         """A step's messages alone, with whatever the unit holds; gradients are lost."""
@@ -228,14 +229,16 @@ class Unit:
         """The gradients' flat tensor; what pads it is zero."""
         if self._sums is None:
             self._sums = self.flat.new_empty(self.flat.shape, dtype=self.master.dtype)
+            self._places = self.views(self._sums)
         self._sums[self.numbers :].zero_()
         return self._sums
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(param: Tensor) -> None:
             assert param.grad is not None
-            sums = self._sums if self._sums is not None else self.zero_sums()
-            self.views(sums)[name].copy_(param.grad)
+            if self._sums is None:
+                self.zero_sums()
+            self._places[name].copy_(param.grad)
             param.grad = None
             self._waiting_for.discard(name)
             if not self._waiting_for:

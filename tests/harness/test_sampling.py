@@ -7,7 +7,7 @@ import random
 import pytest
 
 from harness.clock import Tick
-from harness.sampling import MAX_SAMPLES, Lane, Plan, sample_all
+from harness.sampling import LEAST_WARMUP_CALLS, MAX_SAMPLES, Lane, Plan, sample_all
 
 
 class FakeMachine:
@@ -123,3 +123,27 @@ def test_a_lane_is_left_when_sampling_fails() -> None:
     except RuntimeError:
         machine.log.append("raised")
     assert machine.log == ["+a", "-a", "raised"]
+
+
+def test_steps_too_long_to_settle_alone_warm_up_side_by_side_before_they_count() -> None:
+    """Five of 0.1 s had four calls each in their share of the time, and their first rounds were a half slower."""
+    machine = FakeMachine()
+    calls = dict.fromkeys("abcde", 0)
+
+    def slow_at_first(name: str) -> float:
+        calls[name] += 1
+        return 0.15 if calls[name] <= 6 else 0.1
+
+    lanes = [machine.lane(n, lambda n=n: slow_at_first(n)) for n in "abcde"]
+    series = sample_all(lanes, machine.plan(budget=10.0))
+    for found in series.values():
+        assert max(found.values) == 0.1
+        assert found.warmup == LEAST_WARMUP_CALLS
+    assert machine.log.count("a") == series["a"].warmup + len(series["a"].values)
+
+
+def test_uncounted_rounds_take_at_most_half_of_the_time_and_none_where_a_number_was_asked() -> None:
+    machine = FakeMachine()
+    assert sample_all([machine.lane("long", 4.0)], machine.plan(budget=10.0))["long"].warmup == 2
+    exact = FakeMachine()
+    assert sample_all([exact.lane("long", 4.0)], exact.plan(budget=10.0, exactly=3))["long"].warmup == 1
