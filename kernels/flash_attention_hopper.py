@@ -33,8 +33,8 @@ threads_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def _tile(index, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Of the `index`-th tile: batch, head, key head, first row, key tiles in all, and those without a mask."""
+def _tile(index, schedule, BLOCK_M: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of the `index`-th tile: batch, head, key head, and first row."""
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
     section = index // (heads_per_section * num_tiles)
     within = index % (heads_per_section * num_tiles)
@@ -45,15 +45,20 @@ def _tile(index, schedule, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL:
     batch_head = section * heads_per_section + within % here
     batch = batch_head // heads
     head = batch_head % heads
-    start = tile * BLOCK_M
+    return batch, head, head // (heads // kv_heads), tile * BLOCK_M
+
+
+@gluon.jit
+def _key_tiles(start, q_len, kv_len, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """How many key tiles some of the rows from `start` on see, at least one, and how many every row sees whole."""
     blocks = gl.cdiv(kv_len, BLOCK_N)
     whole = kv_len // BLOCK_N
     if CAUSAL:
         offset = kv_len - q_len
-        # The last row sees keys up to start + BLOCK_M - 1 + offset, the first up to start + offset.
-        blocks = gl.minimum(blocks, gl.cdiv(gl.maximum(start + BLOCK_M + offset, 1), BLOCK_N))
+        # The last row sees keys up to start + ROWS - 1 + offset, the first up to start + offset.
+        blocks = gl.minimum(blocks, gl.cdiv(gl.maximum(start + ROWS + offset, 1), BLOCK_N))
         whole = gl.minimum(whole, gl.maximum(start + offset + 1, 0) // BLOCK_N)
-    return batch, head, head // (heads // kv_heads), start, blocks, whole
+    return blocks, whole
 
 
 @gluon.jit
@@ -83,24 +88,25 @@ def following(index, done, taken, COUNTER: gl.constexpr):
 
 @gluon.jit
 def _feed(
-    q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, schedule,
-    counter_ptr, taken, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
+    q_desc, k_desc, v_desc, rings, schedule, counter_ptr, taken, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
     """The feeder: fills the rings, as far ahead as they are empty."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    ROWS: gl.constexpr = BLOCK_M // 2
+    GROUPS: gl.constexpr = BLOCK_M // 64
     turn = 0
     done = 0
     index = gl.program_id(0)
     while index < num_tiles * num_heads:
-        batch, head, kv_head, start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
-        for group in gl.static_range(2):
-            place = done % Q_SLOTS * 2 + group
+        batch, head, kv_head, start = _tile(index, schedule, BLOCK_M, CAUSAL)
+        blocks, whole = _key_tiles(start, q_len, kv_len, BLOCK_M, BLOCK_N, CAUSAL)
+        for group in gl.static_range(GROUPS):
+            place = done % Q_SLOTS * GROUPS + group
             mbarrier.wait(q_empty.index(place), (done // Q_SLOTS & 1) ^ 1)
             mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                q_desc, [batch, head, start + group * ROWS, 0], q_full.index(place), q_bufs.index(place)
+                q_desc, [batch, head, start + group * 64, 0], q_full.index(place), q_bufs.index(place)
             )
         for step in range(blocks):
             row = (blocks - 1 - step) * BLOCK_N
@@ -166,19 +172,21 @@ def _softmax_step(scores, row_max, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _walk(
-    acc, row_sum, row_max, p, turn, first, last, q, k_bufs, v_bufs, k_full, k_empty, v_full, v_empty, turns,
-    start, q_len, kv_len, scale_log2, GROUP: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, PING_PONG: gl.constexpr,
-    S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    acc, row_sum, row_max, p, turn, first, last, q, rings, turns, start, q_len, kv_len, scale_log2,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    MASKED: gl.constexpr, PING_PONG: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr,
+    P_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Key tiles first, first - 1, ... last + 1: scores of each beside the output of the one before it."""
+    ROWS: gl.constexpr = 64
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     for block in range(first, last, -1):
         slot = turn % STAGES
         parity = turn // STAGES & 1
         before = (turn - 1) % STAGES
         mbarrier.wait(k_full.index(slot), parity)
         if PING_PONG:
-            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (GROUP == 0))
         zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         k = k_bufs.index(slot).reshape([BLOCK_N, q.type.shape[1]])
         scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -186,7 +194,7 @@ def _walk(
         v = v_bufs.index(before).reshape([BLOCK_N, q.type.shape[1]])
         acc_token = warpgroup_mma(p, v, acc, is_async=True)
         if PING_PONG:
-            mbarrier.arrive(turns.index(1 - GROUP), count=1)
+            mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores_token])
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
@@ -204,14 +212,15 @@ def _walk(
 
 @gluon.jit
 def _attend(
-    o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, schedule,
-    scale_log2, taken, GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr,
-    COUNTER: gl.constexpr,
+    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken,
+    GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 rows of every tile of this program."""
+    q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty = rings
     q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section = schedule
-    ROWS: gl.constexpr = BLOCK_M // 2
+    ROWS: gl.constexpr = 64
+    GROUPS: gl.constexpr = BLOCK_M // ROWS
     MASKED: gl.constexpr = CAUSAL or not EVEN_N
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -220,25 +229,39 @@ def _attend(
     done = 0
     index = gl.program_id(0)
     while index < num_tiles * num_heads:
-        batch, head, kv_head, tile_start, blocks, whole = _tile(index, schedule, BLOCK_M, BLOCK_N, CAUSAL)
+        batch, head, kv_head, tile_start = _tile(index, schedule, BLOCK_M, CAUSAL)
         start = tile_start + GROUP * ROWS
-        place = done % Q_SLOTS * 2 + GROUP
+        blocks, whole = _key_tiles(tile_start, q_len, kv_len, BLOCK_M, BLOCK_N, CAUSAL)
+        place = done % Q_SLOTS * GROUPS + GROUP
         q = q_bufs.index(place).reshape([ROWS, HEAD_DIM])
         mbarrier.wait(q_full.index(place), done // Q_SLOTS & 1)
 
+        if CAUSAL and BLOCK_M > BLOCK_N:  # the last key tiles are later groups' alone
+            longest = blocks
+            blocks, whole = _key_tiles(start, q_len, kv_len, ROWS, BLOCK_N, CAUSAL)
+            for _ in range(longest - blocks):
+                slot = turn % STAGES
+                mbarrier.wait(k_full.index(slot), turn // STAGES & 1)
+                if PING_PONG:
+                    mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (GROUP == 0))
+                    mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
+                mbarrier.arrive(k_empty.index(slot), count=1)
+                mbarrier.wait(v_full.index(slot), turn // STAGES & 1)
+                mbarrier.arrive(v_empty.index(slot), count=1)
+                turn += 1
         slot = turn % STAGES
         mbarrier.wait(k_full.index(slot), turn // STAGES & 1)
         if PING_PONG:
-            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (1 - GROUP))
+            mbarrier.wait(turns.index(GROUP), (turn & 1) ^ (GROUP == 0))
         zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
         k = k_bufs.index(slot).reshape([BLOCK_N, HEAD_DIM])
         scores_token = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if PING_PONG:
-            mbarrier.arrive(turns.index(1 - GROUP), count=1)
+            mbarrier.arrive(turns.index((GROUP + 1) % GROUPS), count=1)
         if Q_SLOTS == 2:
             # The output before this one has left by now, and its slot is free for the queries after these.
             tma.store_wait(0)
-            mbarrier.arrive(q_empty.index((done + 1) % 2 * 2 + GROUP), count=1, pred=done > 0)
+            mbarrier.arrive(q_empty.index((done + 1) % 2 * GROUPS + GROUP), count=1, pred=done > 0)
         scores = warpgroup_mma_wait(0, deps=[scores_token])
         mbarrier.arrive(k_empty.index(slot), count=1)
         if MASKED:
@@ -252,14 +275,12 @@ def _attend(
         edge = gl.minimum(whole, blocks - 1)
         if CAUSAL:
             acc, row_sum, row_max, p, turn = _walk(
-                acc, row_sum, row_max, p, turn, blocks - 2, edge - 1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
-                v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, True, PING_PONG,
-                S_LAYOUT, O_LAYOUT, P_LAYOUT,
+                acc, row_sum, row_max, p, turn, blocks - 2, edge - 1, q, rings, turns, start, q_len, kv_len, scale_log2,
+                GROUP, GROUPS, BLOCK_N, STAGES, CAUSAL, True, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT,
             )  # fmt: skip
         acc, row_sum, row_max, p, turn = _walk(
-            acc, row_sum, row_max, p, turn, edge - 1, -1, q, k_bufs, v_bufs, k_full, k_empty, v_full,
-            v_empty, turns, start, q_len, kv_len, scale_log2, GROUP, ROWS, BLOCK_N, STAGES, CAUSAL, False, PING_PONG,
-            S_LAYOUT, O_LAYOUT, P_LAYOUT,
+            acc, row_sum, row_max, p, turn, edge - 1, -1, q, rings, turns, start, q_len, kv_len, scale_log2,
+            GROUP, GROUPS, BLOCK_N, STAGES, CAUSAL, False, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT,
         )  # fmt: skip
 
         before = (turn - 1) % STAGES
@@ -296,16 +317,17 @@ def hopper_forward_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     EVEN_N: gl.constexpr, PING_PONG: gl.constexpr, Q_SLOTS: gl.constexpr, COUNTER: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of BLOCK_M (two groups of 64) queries by BLOCK_N keys, this program's share of them all.
+    """Tiles of BLOCK_M (two groups of 64, or three) queries by BLOCK_N keys, this program's share of them all.
 
     `counter_ptr` holds an int32 zero where COUNTER is set.
     """
-    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [2 * Q_SLOTS] + q_desc.block_type.shape, q_desc.layout)
+    GROUPS: gl.constexpr = BLOCK_M // 64
+    q_bufs = gl.allocate_shared_memory(q_desc.dtype, [GROUPS * Q_SLOTS] + q_desc.block_type.shape, q_desc.layout)
     k_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_bufs = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * Q_SLOTS, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [GROUPS * Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [GROUPS * Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -318,38 +340,61 @@ def hopper_forward_kernel(
         taken = (tile_bufs, tile_full, tile_empty)
         for i in gl.static_range(2):
             mbarrier.init(tile_full.index(i), count=1)
-            mbarrier.init(tile_empty.index(i), count=2)
-    for i in gl.static_range(2 * Q_SLOTS):
+            mbarrier.init(tile_empty.index(i), count=GROUPS)
+    for i in gl.static_range(GROUPS * Q_SLOTS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(2):
+    for i in gl.static_range(GROUPS):
         mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
     threads_meet()
 
     schedule = (q_len, kv_len, num_tiles, heads, kv_heads, num_heads, heads_per_section)
-    gl.warp_specialize(
-        [
-            (_attend, (
-                o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                schedule, scale_log2, taken, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
-                COUNTER,
-            )),
-            (_attend, (
-                o_desc, lse_ptr, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
-                schedule, scale_log2, taken, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES, CAUSAL, EVEN_N, PING_PONG, Q_SLOTS,
-                COUNTER,
-            )),
-            (_feed, (
-                q_desc, k_desc, v_desc, q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                schedule, counter_ptr, taken, BLOCK_M, BLOCK_N, STAGES, CAUSAL, Q_SLOTS, COUNTER,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    rings = (q_bufs, k_bufs, v_bufs, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES,
+                    CAUSAL, EVEN_N, PING_PONG, Q_SLOTS, COUNTER,
+                )),
+                (_attend, (
+                    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES,
+                    CAUSAL, EVEN_N, PING_PONG, Q_SLOTS, COUNTER,
+                )),
+                (_attend, (
+                    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken, 2, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES,
+                    CAUSAL, EVEN_N, PING_PONG, Q_SLOTS, COUNTER,
+                )),
+                (_feed, (
+                    q_desc, k_desc, v_desc, rings, schedule, counter_ptr, taken, BLOCK_M, BLOCK_N, STAGES, CAUSAL,
+                    Q_SLOTS, COUNTER,
+                )),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (
+                    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken, 0, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES,
+                    CAUSAL, EVEN_N, PING_PONG, Q_SLOTS, COUNTER,
+                )),
+                (_attend, (
+                    o_desc, lse_ptr, rings, turns, schedule, scale_log2, taken, 1, BLOCK_M, BLOCK_N, HEAD_DIM, STAGES,
+                    CAUSAL, EVEN_N, PING_PONG, Q_SLOTS, COUNTER,
+                )),
+                (_feed, (
+                    q_desc, k_desc, v_desc, rings, schedule, counter_ptr, taken, BLOCK_M, BLOCK_N, STAGES, CAUSAL,
+                    Q_SLOTS, COUNTER,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip

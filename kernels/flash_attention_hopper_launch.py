@@ -16,7 +16,9 @@ from .flash_attention_plan import LOG2_E, cdiv, heads_per_section, is_describabl
 from .flash_attention_problem import Problem
 from .launch import Launch
 
-_REGISTERS = 168  # of 65,536 for three groups of 128 threads; the two that compute then take 240 each, the feeder 24
+# Of 65,536 for the groups that compute and the feeder, 128 threads each. Two groups then take 240 each, three 160, and
+# the feeder 24.
+_REGISTERS = {2: 168, 3: 128}
 
 
 def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
@@ -28,8 +30,8 @@ def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Two groups of 64 queries by `block_n` keys, `stages` slots for keys and for values, and whether the two groups
-    take turns at the matrix units.
+    """`groups` of 64 queries by `block_n` keys, `stages` slots for keys and for values, and whether the groups take
+    turns at the matrix units. Three groups have the registers for a head dimension of 64 alone.
 
     `order` says who computes which tile: "fixed", every n-th to each of as many programs as multiprocessors;
     "counter", the next one to whoever is free, by an atomic add; "grid", a program for each tile. With two `q_slots`
@@ -41,6 +43,7 @@ class HopperTile:
     ping_pong: bool = False
     order: Literal["fixed", "counter", "grid"] = "fixed"
     q_slots: int = 1
+    groups: int = 2
 
     def __post_init__(self) -> None:
         _check_choices(
@@ -48,10 +51,11 @@ class HopperTile:
             stages=(self.stages, tuple(range(1, 9))),
             order=(self.order, ("fixed", "counter", "grid")),
             q_slots=(self.q_slots, (1, 2)),
+            groups=(self.groups, (2, 3)),
         )
 
     def __str__(self) -> str:
-        said = f"128x{self.block_n} s{self.stages}"
+        said = f"{64 * self.groups}x{self.block_n} s{self.stages}"
         said += " taking turns" if self.ping_pong else ""
         said += "" if self.order == "fixed" else f" {self.order}"
         return said + (f" q{self.q_slots}" if self.q_slots > 1 else "")
@@ -75,8 +79,10 @@ def hopper_tile(problem: Problem) -> HopperTile:
 
     Under a mask tiles differ in length and go to whoever is free; with equal ones the groups take turns.
     """
-    stages, full = 2 if problem.head_dim == 128 else 3, problem.right is None
-    return HopperTile(128, stages, ping_pong=full, order="fixed" if full else "counter", q_slots=2)
+    full = problem.right is None
+    if problem.head_dim == 64:
+        return HopperTile(128, 3, ping_pong=True, order="counter", q_slots=2, groups=3)
+    return HopperTile(128, 2, ping_pong=full, order="fixed" if full else "counter", q_slots=2)
 
 
 def _element(dtype: torch.dtype) -> gl.dtype:
@@ -125,7 +131,9 @@ def hopper_forward_launch(
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         if not is_describable(tensor):
             raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
-    num_tiles = cdiv(problem.q_len, 128)
+    if tile.groups == 3 and problem.head_dim != 64:
+        raise ValueError(f"config: hopper={tile} takes a head dimension of 64, not {problem.head_dim}; use two groups")
+    num_tiles = cdiv(problem.q_len, 64 * tile.groups)
     num_heads = problem.batch * problem.heads
     args = {
         "q_desc": _descriptor(q, 64),
@@ -148,7 +156,7 @@ def hopper_forward_launch(
             dealt_out=tile.order != "fixed",
         ),
         "scale_log2": problem.scale * LOG2_E,
-        "BLOCK_M": 128,
+        "BLOCK_M": 64 * tile.groups,
         "BLOCK_N": tile.block_n,
         "HEAD_DIM": problem.head_dim,
         "STAGES": tile.stages,
@@ -160,7 +168,8 @@ def hopper_forward_launch(
     }
     tiles = num_tiles * num_heads
     grid = (tiles if tile.order == "grid" else min(multiprocessors(q), tiles),)
-    return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
+    options = {"maxnreg": _REGISTERS[tile.groups]}
+    return Launch(hopper_forward_kernel, grid, args, num_warps=4, num_stages=1, options=options)
 
 
 def hopper_backward_launch(
@@ -221,4 +230,5 @@ def hopper_backward_launch(
         "DS_LAYOUT": _layout((block_n, block_m), q.dtype),
     }
     grid = (num_tiles * num_heads,)
-    return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options={"maxnreg": _REGISTERS})
+    options = {"maxnreg": _REGISTERS[2]}
+    return Launch(hopper_backward_kernel, grid, args, num_warps=4, num_stages=1, options=options)

@@ -160,6 +160,16 @@ def _hopper(head_dim: int, causal: bool, base: Config) -> list[Candidate]:
             "queries come a tile ahead; nobody waits for the output to leave",
         ),
     ]
+    if head_dim == 64:
+        three = replace(tile, q_slots=2, groups=3)
+        tiles += [
+            (
+                replace(three, ping_pong=True),
+                1.00,
+                "a third group's softmax beside two groups' products; 160 registers",
+            ),
+            (replace(three, ping_pong=True, order="counter"), 1.02, "the same, dealt out evenly"),
+        ]
     if causal:
         tiles += [
             (replace(tile, order="grid"), 0.95, "the hardware deals out tiles evenly, but each starts with cold rings"),

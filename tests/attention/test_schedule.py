@@ -15,13 +15,14 @@ from kernels.flash_attention_problem import Problem
 def kernels_order(grid: Grid) -> list[tuple[int, int, int]]:
     """(batch and head, first row, key tiles) of every tile, from the kernel's own source run as Python."""
     language = types.SimpleNamespace(minimum=min, maximum=max, cdiv=lambda a, b: -(-a // b), constexpr=int)
-    code = flash_attention_hopper._tile.fn.__code__
-    tile = types.FunctionType(code, {"gl": language})
+    kernel = flash_attention_hopper
+    tile, walked = (types.FunctionType(f.fn.__code__, {"gl": language}) for f in (kernel._tile, kernel._key_tiles))
     length = grid.num_tiles * 128
     schedule = (length, length, grid.num_tiles, 4, 4, grid.num_heads, grid.heads_per_section)
     found = []
     for index in range(grid.num_tiles * grid.num_heads):
-        batch, head, _, start, blocks, _ = tile(index, schedule, 128, 128, grid.causal)
+        batch, head, _, start = tile(index, schedule, 128, grid.causal)
+        blocks, _ = walked(start, length, length, 128, 128, grid.causal)
         found.append((batch * 4 + head, start, blocks))
     return found
 

@@ -66,3 +66,14 @@ def test_event_times_agree_with_triton_do_bench() -> None:
     ours = statistics.median(clock.time(lambda: y.copy_(x)).seconds for _ in range(50))
     theirs = do_bench(lambda: y.copy_(x), return_mode="median") / 1e3
     assert ours == pytest.approx(theirs, rel=0.03)
+
+
+def test_only_a_stream_that_is_late_each_time_is_unjoined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy host is late now and then, and costs no record."""
+    clock = object.__new__(EventClock)
+    found = iter([214e-6, 300e-6, 5e-6])
+    monkeypatch.setattr(clock, "_late", lambda call: next(found))
+    clock.verify(lambda: None)
+    monkeypatch.setattr(clock, "_late", lambda call: 201e-6)
+    with pytest.raises(ClockError, match="work went on for 201 µs"):
+        clock.verify(lambda: None)

@@ -85,11 +85,23 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(
     "tile",
-    [HopperTile(), HopperTile(64, 3, True), HopperTile(q_slots=2), HopperTile(64, 2, True, "counter", 2)],
+    [
+        HopperTile(),
+        HopperTile(64, 3, True),
+        HopperTile(q_slots=2),
+        HopperTile(64, 2, True, "counter", 2),
+        HopperTile(groups=3),
+        HopperTile(64, 3, True, "counter", 2, groups=3),
+        HopperTile(64, 2, True, groups=3),
+    ],
     ids=str,
 )
 def test_the_partitions_together_compute_attention(shape: tuple[Any, ...], tile: HopperTile) -> None:
     p = problem(*shape[:7])
+    if tile.groups == 3 and p.head_dim != 64:
+        with pytest.raises(ValueError, match="takes a head dimension of 64, not 128; use two groups"):
+            on_threads(p, tile, shape[7])
+        return
     q, k, v, out, lse = on_threads(p, tile, shape[7])
     expected, expected_lse = exact(p, q, k, v)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=2e-3)
@@ -130,14 +142,16 @@ def test_the_partitions_together_compute_the_gradients(shape: tuple[Any, ...]) -
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6]], ids=str)
 def test_nothing_is_read_before_its_copy_is_waited_for(shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LATE", True)
-    for tile in (HopperTile(), HopperTile(64, 2, True, "counter", 2)):
+    for tile in (HopperTile(), HopperTile(64, 2, True, "counter", 2), HopperTile(64, 2, True, "counter", 2, 3)):
         test_the_partitions_together_compute_attention(shape, tile)
     test_the_partitions_together_compute_the_gradients(shape)
 
 
 def test_nothing_is_read_after_its_slot_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PAUSE_S", 0.002)
-    test_the_partitions_together_compute_attention(SHAPES[3], HopperTile(64, 2, True, "counter", 2))
+    for groups in (2, 3):
+        tile = HopperTile(64, 2, True, "counter", 2, groups)
+        test_the_partitions_together_compute_attention(SHAPES[3], tile)
     test_the_partitions_together_compute_the_gradients(SHAPES[3])
     test_the_partitions_together_compute_the_gradients(SHAPES[1])
 
@@ -179,6 +193,7 @@ def test_what_the_kernel_does_not_support_is_named() -> None:
         (HopperTile, {"order": "Counter"}),
         (HopperTile, {"block_n": 96}),
         (HopperTile, {"q_slots": 3}),
+        (HopperTile, {"groups": 4}),
     ],
     ids=str,
 )
@@ -237,7 +252,7 @@ def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> 
         for causal in (False, True)
     }
     assert chosen == {
-        (64, False): "forward gluon, 128x128 s3 taking turns q2; backward gluon, one pass, dQ in bulk",
+        (64, False): "forward gluon, 192x128 s3 taking turns counter q2; backward gluon, one pass, dQ in bulk",
         (64, True): "forward triton, descriptors, 64x64 w4 s3; backward gluon, one pass, dQ in bulk",
         (128, False): "forward gluon, 128x128 s2 taking turns q2; backward gluon, one pass, dQ in bulk",
         (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass, dQ in bulk",
