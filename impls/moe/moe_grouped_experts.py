@@ -17,7 +17,8 @@ forward, twice that backward. What differs, per pair of e bytes a number, and pe
               passes  the gradient and x laid out 2D + 2D/K; gate 6F; combine D + D/K: (3D + 3D/K + 6F)·e; 13 launches
 
 Experts of many rows go by `passes`, as those of 4,096 tokens below: a product that reads whole tiles of laid-out rows
-is the faster by more than the passes beside it take (:mod:`kernels.moe_plan`). At 680 TFLOP/s, 4.28 TB/s and 9.5 µs a launch (an H200), where launches and device overlap:
+is the faster by more than the passes beside it take (:mod:`kernels.moe_plan`). At 680 TFLOP/s, 4.28 TB/s and 9.5 µs a
+launch (an H200), where launches and device overlap:
 
     Mixtral 8×7B (8 of 14336, top 2), 4,096 tokens forward and backward    1.15 times: bytes, a few beside the products
     Qwen3-30B-A3B (128 of 768, top 8), 4,096 tokens forward and backward   23.6 times: launches, which nothing covers
