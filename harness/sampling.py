@@ -113,10 +113,11 @@ def _block(
             entered.append(lane)
             lane.enter()
         start = plan.now()
+        before = {lane.name: series[lane.name].warmup for lane in group}
         for lane in group:
             _warm_up(lane, series[lane.name], plan, seconds / (4 * len(group)))
         if plan.settle and plan.exactly is None:
-            _settle(group, series, plan, start + seconds / 2)
+            _settle(group, series, before, plan, start + seconds / 2)
         _rounds(group, series, plan, start + seconds, least, order)
     finally:
         for lane in entered:
@@ -136,12 +137,18 @@ def _warm_up(lane: Lane, series: Series, plan: Plan, seconds: float) -> None:
     series.warmup_s += plan.now() - start
 
 
-def _settle(group: Sequence[Lane], series: dict[str, Series], plan: Plan, deadline: float) -> None:
+def _settle(
+    group: Sequence[Lane], series: dict[str, Series], before: dict[str, int], plan: Plan, deadline: float
+) -> None:
     """Rounds that are not counted: long steps get few calls by themselves, and only side by side do allocators and
-    caches come to what they will be. Ends when all had enough calls or half of the time is gone."""
+    caches come to what they will be. Ends when all had enough calls or half of the time is gone.
+
+    before: calls that warmed up earlier blocks.
+    """
 
     def wish() -> bool:
-        short = any(not series[x.name].settled and series[x.name].warmup < LEAST_WARMUP_CALLS for x in group)
+        calls = {lane.name: series[lane.name].warmup - before[lane.name] for lane in group}
+        short = any(not series[name].settled and n < LEAST_WARMUP_CALLS for name, n in calls.items())
         return short and plan.now() < deadline
 
     while plan.decide(wish()):

@@ -237,6 +237,8 @@ def test_a_variant_that_says_it_changes_its_input_gets_it_afresh(tmp_path: Path)
 class _Told:
     """A case that tells of its last run, and forgets when it is closed."""
 
+    asked = 0
+
     def __init__(self) -> None:
         self.open, self.runs = True, 0
 
@@ -251,6 +253,7 @@ class _Told:
 
     def counters(self) -> dict[str, float]:
         assert self.open
+        _Told.asked += 1
         return {"runs": float(self.runs)}
 
     def close(self) -> None:
@@ -261,10 +264,12 @@ def test_a_variant_that_is_alone_in_memory_still_tells_of_its_run(tmp_path: Path
     def build(workload: Any, ctx: Context) -> _Told:
         return _Told()
 
+    _Told.asked = 0
     pair = replace(_pair(baseline=build, optimized=Variant(build, exclusive=True)), kind="step", oracle=build)
     found = _events(pair, RAW, tmp_path)
     assert {n: e["status"] for n, e in found.items()} == {"baseline": "passed", "optimized": "passed"}
     assert found["optimized"]["counters"]["runs"] > 0
+    assert _Told.asked == 2  # each once, not after every block: it may run several steps to tell
     assert len(found["optimized"]["samples"]["values"]) == 3
 
 

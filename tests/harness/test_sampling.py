@@ -147,3 +147,9 @@ def test_uncounted_rounds_take_at_most_half_of_the_time_and_none_where_a_number_
     assert sample_all([machine.lane("long", 4.0)], machine.plan(budget=10.0))["long"].warmup == 2
     exact = FakeMachine()
     assert sample_all([exact.lane("long", 4.0)], exact.plan(budget=10.0, exactly=3))["long"].warmup == 1
+
+
+def test_every_block_of_one_that_is_alone_warms_up_anew() -> None:
+    machine = FakeMachine()
+    lanes = [machine.lane(n, 0.1, exclusive=True) for n in "ab"]
+    assert sample_all(lanes, machine.plan(budget=12.0))["a"].warmup == 3 * LEAST_WARMUP_CALLS
