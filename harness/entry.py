@@ -25,6 +25,7 @@ class Entry:
     reason: str = ""
     before: int = 0
     held: int = 0
+    device_s: float | None = None
     costs: dict[str, float] = field(default_factory=dict)
     check: Verdict | None = None
     memory: memory.Memory | None = None

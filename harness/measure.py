@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness import holding, memory, opcase
+from harness import ahead, holding, memory, opcase
 from harness.check import Verdict, judge, judge_scored
 from harness.clock import WallClock, clock_for, inner_calls
 from harness.conditions import Conditions, watch_device
@@ -310,7 +310,11 @@ class Measurement:
         return f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
 
     def _lane(self, entry: Entry, clock: RankedClock, inputs: Inputs, exclusive: bool) -> Lane:
+        sampled = False  # whether the last sample came to its end: after a failure other ranks are not where this is
+
         def enter() -> None:
+            nonlocal sampled
+            sampled = False
             self.events.now(entry.name)
             if entry.case is None:
                 entry.case = self._build(entry)
@@ -326,30 +330,46 @@ class Measurement:
                 first = min(clock.time(entry.case.run).seconds for _ in range(3))
                 clock.clock.inner = int(self.agreement.tell(inner_calls(first)))
 
-        sampled = False
-
         def sample() -> Any:
             nonlocal sampled
-            sampled = True
+            sampled = False
             if entry.variant.changes:
                 entry.case.load(inputs)
             self.events.now(entry.name)
             tick = clock.time(entry.case.run)
             if self.pair.kind == "serve":
                 entry.heard(tick.seconds)
+            sampled = True
             return tick
 
         def leave() -> None:
             if exclusive:
                 told = self.pair.kind == "step" and "counters" in entry.parts  # what counts a step runs several more
+                if sampled:
+                    self._ahead(entry, clock)
                 if sampled and not told:
                     entry.ask()
                 self._rest(entry, close=True)
 
         return Lane(entry.name, sample, exclusive, enter, leave)
 
+    def _ahead(self, entry: Entry, clock: RankedClock) -> None:
+        """What a step takes on the device when the host is ahead: on the slowest rank, in its shortest block."""
+        case = entry.case
+        if case is None or not ahead.looks_at(self.pair.kind, self.device, 0.0) or entry.variant.changes:
+            return
+        seconds = clock.time(case.run).seconds  # of the slowest rank, so that all take the same way
+        if not ahead.looks_at(self.pair.kind, self.device, seconds):
+            return
+        self.agreement.align()
+        found = max(self.agreement.gather(ahead.device_seconds(case.run, self.device, seconds)))
+        entry.device_s = found if entry.device_s is None else min(found, entry.device_s)
+
     def _keep(self, entry: Entry, series: Series, clock: RankedClock, conditions: Conditions, span: float) -> None:
         base = clock.clock
+        self._ahead(entry, clock)
+        if ahead.host_bound(entry.device_s, sorted(series.values)[len(series.values) // 2]):
+            series.host_bound = len(series.values)
         entry.parts["samples"] = {
             "values": series.values,
             "clock": clock.name,
@@ -360,6 +380,8 @@ class Measurement:
             "host_bound": series.host_bound,
             "inner": base.inner if isinstance(base, WallClock) else 1,
         }
+        if entry.device_s is not None:
+            entry.parts["samples"]["device_s"] = entry.device_s
         entry.costs["warmup_s"] = series.warmup_s
         entry.costs["sampling_s"] = span
         if series.skews:

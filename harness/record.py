@@ -20,7 +20,7 @@ and ``reason``. The rest are objects:
 ``dims``     the workload's dimensions; ``digests`` those of model, trace and text
 ``check``    ``rule``, ``passed``, ``error``, ``bound``, ``tensor`` (the worst), ``tensors`` (each by name)
 ``samples``  ``values`` (seconds, raw), ``clock``, ``cache``, ``rounds``, ``warmup``, ``discarded``, ``settled``,
-             ``host_bound``
+             ``host_bound`` (how many waited for the host), ``device_s`` (of a step, at most, with the host ahead)
 ``metrics``  name → ``{"value", "low", "high", "unit", "better"}``; low and high only where an interval is known;
              counts only when ``status`` is ``passed``
 ``missing``  metric name → why it could not be given (an unknown GPU has no MFU)
