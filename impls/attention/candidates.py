@@ -78,9 +78,9 @@ def _triton_backward(head_dim: int, causal: bool, base: Config) -> list[Candidat
     return found
 
 
-def is_picked(candidate: Candidate, causal: bool) -> bool:
-    """Whether `flash_attention` picks this by itself on a part of capability 9.0."""
-    problem = problem_for(candidate.head_dim, causal, 1, 1, 4096, 4096)
+def is_picked(candidate: Candidate, causal: bool, seq: int = 4096) -> bool:
+    """Whether `flash_attention` picks this by itself on a part of capability 9.0, for that many queries and keys."""
+    problem = problem_for(candidate.head_dim, causal, 1, 1, seq, seq)
     ours, chosen = candidate.config, choose_config(problem, (9, 0), describable=True)
     if candidate.direction == "forward":
         same = (ours.forward, ours.stagger) == (chosen.forward, chosen.stagger)

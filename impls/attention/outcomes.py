@@ -114,9 +114,11 @@ def lengths_table(surveys: list[Survey], marks: dict[Path, str]) -> list[str]:
                 key = (direction, dim, causal, candidate.name)
                 last = found.get((*key, seq)) or found.get((*key, 0))
                 cells.append(outcome(*last, marks[last[0].path]) if last else UNKNOWN)
-            if (is_picked(candidate, causal) or i == 0) and any(cell != UNKNOWN for cell in cells):
+            picked = [seq for seq in seqs if is_picked(candidate, causal, seq)]
+            if picked or (i == 0 and any(cell != UNKNOWN for cell in cells)):
+                where = "" if picked == seqs else f" at S={', '.join(map(str, picked))}"
                 what = f"{direction}, D={dim}, {'causal' if causal else 'full'}: {candidate.name}"
-                lines.append(f"| {what}{' **picked**' if is_picked(candidate, causal) else ''} | {' | '.join(cells)} |")
+                lines.append(f"| {what}{f' **picked{where}**' if picked else ''} | {' | '.join(cells)} |")
     return lines
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from impls.attention import outcomes
-from impls.attention.candidates import candidates
+from impls.attention.candidates import candidates, is_picked
 
 PAGE = "before\n<!-- surveys: forward -->\nold\n<!-- end -->\nmid\n<!-- surveys: sources -->\n<!-- end -->\nafter\n"
 NAME = candidates(128, True, "forward", (9, 0))[0].name
@@ -131,6 +131,20 @@ def test_each_length_has_its_newest_figure_over_the_peers_of_the_same_length(tmp
     assert "| kernel | S=2048 | S=8192 |" in page
     (line,) = [line for line in page.splitlines() if f"forward, D=128, causal: {NAME}" in line]
     assert line.endswith("| 300, 0.75 of cuDNN [a] | 500 [a] |")
+
+
+def test_each_length_says_what_is_picked_there_measured_or_not(tmp_path: Path) -> None:
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    write(folder / "a.json", "2026-01-01T00:00:00Z", [row(NAME, 100.0, seq=seq) for seq in (4096, 16384)])
+    page = outcomes.fill("<!-- surveys: lengths -->\n<!-- end -->", outcomes.kept(tmp_path))
+    for dim, causal in ((64, False), (64, True), (128, True), (256, False)):
+        what = f"| forward, D={dim}, {'causal' if causal else 'full'}: "
+        said = [line.split(" |")[0].removeprefix(what) for line in page.splitlines() if line.startswith(what)]
+        for seq in (4096, 16384):
+            (chosen,) = [c for c in candidates(dim, causal, "forward", (9, 0)) if is_picked(c, causal, seq)]
+            marked = [name for name in said if name.endswith("**picked**") or f"S={seq}**" in name]
+            assert [name.split(" **")[0] for name in marked] == [chosen.name], f"{dim} {causal} {seq}: {said}"
 
 
 def test_a_kernel_found_wrong_has_no_older_figure_at_any_length_until_it_is_timed_again(tmp_path: Path) -> None:
