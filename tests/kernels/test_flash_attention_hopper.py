@@ -258,7 +258,7 @@ def test_the_kernel_is_chosen_where_it_was_measured_ahead_and_nowhere_else() -> 
         (128, True): "forward gluon, 128x128 s2 counter q2; backward gluon, one pass, dQ in bulk",
     }, "the record says which kernels run"
     long = choose_config(problem(2, 4, 2, 4097, 4097, 64, True), (9, 0), True).describe()
-    assert long.startswith("forward gluon, 192x128 s3 taking turns counter q2; "), "causal at D = 64 in long walks alone"
+    assert long.startswith("forward gluon, 192x128 s3 taking turns counter q2; "), "Gluon in long walks"
     short = choose_config(problem(2, 4, 2, 4096, 9000, 64, True), (9, 0), True).describe()
     assert short.startswith("forward triton")
     elsewhere = [((8, 0), True, p), ((10, 0), True, p), ((12, 0), True, p), (None, True, p), ((9, 0), False, p)]
