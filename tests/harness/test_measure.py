@@ -173,7 +173,7 @@ def test_a_disturbed_machine_is_measured_again_and_then_said(tmp_path: Path, mon
         def stop(self) -> Conditions:
             return Conditions(True, contended=True, why=("a stranger runs here",))
 
-    monkeypatch.setattr("harness.measure.watch_device", lambda device: Busy())
+    monkeypatch.setattr("harness.timed.watch_device", lambda device: Busy())
     found = _events(_pair(optimized=lambda x, y: (x * y).sum()), {**RAW, "direction": "forward"}, tmp_path)
     assert Busy.starts == 2
     assert found["optimized"]["conditions"]["unfit"] == "a stranger runs here"
