@@ -130,7 +130,7 @@ def hopper_forward_launch(
         raise ValueError(f"{reason}; leave the kernel's choice open")
     for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
         if not is_describable(tensor):
-            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
+            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .clone() first")
     if tile.groups == 3 and problem.head_dim != 64:
         raise ValueError(f"config: hopper={tile} takes a head dimension of 64, not {problem.head_dim}; use two groups")
     num_tiles = cdiv(problem.q_len, 64 * tile.groups)
@@ -194,7 +194,7 @@ def hopper_backward_launch(
     q, k, v, grad_out = inputs
     for name, tensor in (("q", q), ("k", k), ("v", v), ("grad_out", grad_out), ("shift", shift), ("delta", delta)):
         if not is_describable(tensor):
-            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .contiguous() first")
+            raise ValueError(f"{name}: its base and strides must be multiples of 16 bytes; call .clone() first")
     block_m, block_n = 64 if problem.head_dim == 128 else 128, 128
     num_tiles = cdiv(problem.kv_len, block_n)
     num_heads = problem.batch * problem.kv_heads

@@ -306,3 +306,16 @@ def test_tensors_that_the_copy_engine_cannot_address_run_on_triton() -> None:
     q = whole[..., 1:]
     assert not is_describable(q)
     assert choose_config(p, (9, 0), is_describable(q)).describe().startswith("forward triton, pointers")
+
+
+def test_a_refused_base_or_stride_is_mended_by_what_the_refusal_says() -> None:
+    p = problem(1, 2, 2, 32, 32, 64, causal=True)
+    good, lse = torch.zeros(1, 32, 2, 64, dtype=torch.float16), torch.zeros(1, 2, 32)
+    late = torch.zeros(3 + good.numel(), dtype=torch.float16)[3:].view(good.shape)  # contiguous as it is
+    for bad in (late, torch.zeros(1, 32, 2, 65, dtype=torch.float16)[..., 1:], good[:, :, :1].expand(1, 32, 2, 64)):
+        with pytest.raises(ValueError, match=r"q: .* call \.clone\(\) first"):
+            hopper_forward_launch(p, hopper_tile(p), bad, good, good, good, lse)
+        hopper_forward_launch(p, hopper_tile(p), bad.clone(), good, good, good, lse)
+        with pytest.raises(ValueError, match=r"grad_out: .* call \.clone\(\) first"):
+            hopper_backward_launch(p, (good, good, good, bad), good, good, good.float(), lse, lse)
+        hopper_backward_launch(p, (good, good, good, bad.clone()), good, good, good.float(), lse, lse)
