@@ -74,6 +74,9 @@ def test_only_a_stream_that_is_late_each_time_is_unjoined(monkeypatch: pytest.Mo
     found = iter([214e-6, 300e-6, 5e-6])
     monkeypatch.setattr(clock, "_late", lambda call: next(found))
     clock.verify(lambda: None)
+    found = iter([5e-6, 5e-6])
+    with pytest.raises(StopIteration):
+        clock.verify(lambda: None, lambda late: 300e-6)  # another rank is late, and this one runs again with it
     monkeypatch.setattr(clock, "_late", lambda call: 201e-6)
     with pytest.raises(ClockError, match="work went on for 201 µs"):
         clock.verify(lambda: None)
