@@ -176,8 +176,11 @@ class Measurement(Timed):
             result = {}  # rank 0 judges
         held = holding.held_now(self.device) - entry.before - tensor_bytes(result)
         entry.held = self.agreement.most(max(0, held)) or 0
-        if isinstance(case, opcase.OpCase) and self.agreement.rank == 0:
-            changed = set(case.changed_inputs(inputs)) - set(entry.variant.changes)
+        if isinstance(case, opcase.OpCase):
+            changed: set[str] = set()
+            if self.agreement.rank == 0:
+                changed = set(case.changed_inputs(inputs)) - set(entry.variant.changes)
+            changed = self.agreement.tell(changed)
             if changed:
                 raise UndeclaredChange(f"it overwrites its inputs {sorted(changed)} and does not say so")
         return result
@@ -214,6 +217,8 @@ class Measurement(Timed):
         except UndeclaredChange as err:
             entry.end("wrong", str(err))
         except PairbenchError as err:
+            if self.agreement.world > 1:
+                raise  # one rank's own, maybe: the others would wait for it
             entry.end("error", str(err))
         except Exception as err:
             if self.agreement.world > 1:
@@ -228,6 +233,7 @@ class Measurement(Timed):
     def _let_go(self) -> None:
         """Frees the inputs and what the cases hold: all variants were loaded side by side to be timed."""
         for entry in self.entries:
+            self.events.begin(self.workload.name, entry.name, "unloading")
             self._rest(entry)
         self._inputs = None
 

@@ -56,6 +56,11 @@ class Agreement:
         found = max(self.gather(-1.0 if value is None else float(value)))
         return None if found < 0 else int(found)
 
+    def least(self, value: int | None) -> int | None:
+        """The smallest over the ranks that have a figure; None where no rank has one."""
+        found = [v for v in self.gather(-1.0 if value is None else float(value)) if v >= 0]
+        return int(min(found)) if found else None
+
     def align(self) -> None:
         """All ranks go on together."""
         if self.world > 1:

@@ -43,7 +43,7 @@ class Timed:
             trace_path=job.trace_path,
         )
         self.entries = [Entry(name, pair.variant(name)) for name in job.variants]
-        self.room = holding.capacity(self.device)
+        self.room = agreement.least(holding.capacity(self.device))
         self._inputs: Inputs | None = None
         self._shared: Sequence[Any] = ()
 
@@ -76,21 +76,24 @@ class Timed:
             return
         try:
             self._sample(entries, apart=False)
+            return
         except torch.OutOfMemoryError:
             if self.agreement.world > 1:
                 raise  # the other ranks are still inside a round: another way on would leave them waiting
-            self._sample_apart(entries)
+        self._sample_apart(entries)  # out here: the error refers to the frames that it left, and they hold tensors
 
     def _sample_apart(self, entries: list[Entry]) -> None:
         """Together they do not fit: each has the memory to itself, in alternating blocks."""
         for entry in entries:
+            self.events.now(entry.name)
             self._rest(entry, close=True)
         self._sample(entries, apart=True)
 
     def _fit_together(self, entries: Sequence[Entry]) -> bool:
         """Whether they do by what was counted: ranks cannot try, since one that fails leaves the others waiting."""
         peaks = [e.memory.peak or 0 for e in entries if e.memory is not None]
-        return holding.fit_together(tensor_bytes(self._inputs), [e.held for e in entries], peaks, self.room)
+        inputs = self.agreement.most(tensor_bytes(self._inputs)) or 0
+        return holding.fit_together(inputs, [e.held for e in entries], peaks, self.room)
 
     def _sample(self, entries: list[Entry], apart: bool) -> None:
         inputs = self._inputs
@@ -150,7 +153,13 @@ class Timed:
         return f"cuda:{torch.cuda.current_device()}" if self.device.type == "cuda" else "cpu"
 
     def _lane(self, entry: Entry, clock: RankedClock, inputs: Inputs, exclusive: bool) -> Lane:
+        changes = entry.variant.changes
         sampled = False  # whether the last sample came to its end: after a failure other ranks are not where this is
+
+        def afresh() -> None:
+            if changes:
+                entry.case.load(inputs)  # what it overwrote must be there again before it runs once more
+            entry.case.run()
 
         def enter() -> None:
             nonlocal sampled
@@ -161,19 +170,17 @@ class Timed:
             entry.case.load(inputs)
             if self.pair.kind == "serve":
                 return  # a trace takes long, and the warm-up that follows runs it once more anyhow
-            entry.case.run()
+            afresh()
             self._fence()
-            if entry.variant.changes:
-                entry.case.load(inputs)  # what it overwrote must be there again before it runs once more
-            clock.verify(entry.case.run)
-            if isinstance(clock.clock, WallClock) and not entry.variant.changes and self.pair.kind == "op":
+            clock.verify(afresh)
+            if isinstance(clock.clock, WallClock) and not changes and self.pair.kind == "op":
                 first = min(clock.time(entry.case.run).seconds for _ in range(3))
                 clock.clock.inner = int(self.agreement.tell(inner_calls(first)))
 
         def sample() -> Any:
             nonlocal sampled
             sampled = False
-            if entry.variant.changes:
+            if changes:
                 entry.case.load(inputs)
             self.events.now(entry.name)
             tick = clock.time(entry.case.run)
@@ -206,6 +213,7 @@ class Timed:
         entry.device_s = found if entry.device_s is None else min(found, entry.device_s)
 
     def _keep(self, entry: Entry, series: Series, clock: RankedClock, conditions: Conditions, span: float) -> None:
+        self.events.begin(self.workload.name, entry.name, "reading")  # what was sampled last is another one
         base = clock.clock
         self._ahead(entry, clock)
         if ahead.host_bound(entry.device_s, sorted(series.values)[len(series.values) // 2]):

@@ -1,17 +1,23 @@
 """What need not be held while a workload is measured, and when cases cannot stay side by side."""
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from harness import holding
+from harness.entry import UndeclaredChange
+from harness.errors import UsageError
 from harness.holding import crowds, fit_together, form_of, own_copy, truth_of
-from harness.job import Events, MeasureJob
+from harness.job import EventReader, Events, MeasureJob
 from harness.measure import Measurement
+from harness.opcase import OpCase
 from harness.pair import Claim, Context, Inputs, Pair, Variant, Work
 from harness.ranked import Agreement
+from harness.runner import Progress
 from harness.workload import parse_workload
 
 
@@ -89,10 +95,7 @@ class _Open:
         _Open.now -= 1
 
 
-@pytest.mark.parametrize(("fit", "most"), [(True, 3), (False, 1)])
-def test_ranks_time_one_after_another_what_was_counted_not_to_fit(
-    fit: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _measurement(folder: Path, agreement: Agreement, case: type[_Open] = _Open) -> Measurement:
     pair = Pair(
         name="toy",
         kind="step",
@@ -100,14 +103,128 @@ def test_ranks_time_one_after_another_what_was_counted_not_to_fit(
         relieves="capacity",
         claim=Claim(),
         inputs=lambda workload, ctx: {"x": ctx.randn(8)},
-        oracle=_Open,
-        variants={name: Variant(_Open) for name in ("baseline", "optimized", "third")},
+        oracle=case,
+        variants={name: Variant(case) for name in ("baseline", "optimized", "third")},
         work=lambda workload: Work(),
     )
-    workload = parse_workload("toy", {"name": "w", "tier": "smoke", "dtype": "float32", "ranks": 2}, "test")
-    job = MeasureJob("toy", (workload,), tuple(pair.variants), "cpu", str(tmp_path / "events"), samples=3)
-    events = Events(tmp_path / "events", 0)
-    measurement = Measurement(pair, workload, job, _Two(), events)
+    raw = {"name": "w", "tier": "smoke", "dtype": "float32", "ranks": agreement.world}
+    workload = parse_workload("toy", raw, "test")
+    job = MeasureJob("toy", (workload,), tuple(pair.variants), "cpu", str(folder / "events"), samples=3)
+    events = Events(folder / "events", 0)
+    _open.append(events)
+    return Measurement(pair, workload, job, agreement, events)
+
+
+_open: list[Events] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _open:
+        _open.pop().close()
+
+
+class _Smaller(_Two):
+    """The other rank's GPU has less memory."""
+
+    def gather(self, value: float) -> list[float]:
+        return [value, min(value, 70.0)]
+
+
+def test_ranks_whose_gpus_differ_count_on_the_smallest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "capacity", lambda device: 140)
+    measurement = _measurement(tmp_path, _Smaller())
+    assert measurement.room == 70
+    monkeypatch.setattr(holding, "capacity", lambda device: None)
+    assert _measurement(tmp_path, _Smaller()).room is None
+
+
+def test_an_error_of_one_rank_s_own_ends_the_worker_of_ranks(tmp_path: Path) -> None:
+    measurement = _measurement(tmp_path, _Two())
+
+    def refuse() -> None:
+        raise UsageError("not on this rank")
+
+    with pytest.raises(UsageError):
+        measurement._guarded(measurement.entries[0], refuse)
+
+
+def test_all_ranks_hear_of_an_op_that_overwrites_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = _Two()
+    other.rank = 1
+    measurement = _measurement(tmp_path, other)
+    entry, inputs = measurement.entries[0], measurement._draw(0)
+    entry.case = OpCase(lambda x: x * 2, measurement.workload, measurement.ctx, None, upcast=False)
+    monkeypatch.setattr(other, "tell", lambda value: {"x"})
+    with pytest.raises(UndeclaredChange):
+        measurement._result(entry, inputs, first=False)
+
+
+class _Late(Exception): ...
+
+
+@pytest.mark.parametrize("where", ["counters", "unload"])
+def test_what_fails_after_the_last_sample_is_blamed_on_its_own_variant(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurement = _measurement(tmp_path, Agreement(0, 1))
+    timed: list[bool] = []
+    before = measurement._time_all
+    monkeypatch.setattr(measurement, "_time_all", lambda: (timed.append(True), before()))
+
+    def fails(case: _Open) -> dict[str, float]:
+        if timed:
+            raise _Late
+        return {}
+
+    monkeypatch.setattr(_Open, where, fails, raising=False)
+    with pytest.raises(_Late):
+        measurement.run()
+    progress = Progress()
+    for event in EventReader(tmp_path / "events").new():
+        progress.take(event)
+    assert progress.hand[1] == "baseline"
+    assert progress.hand[2] != "time"  # of that the last sample would tell
+
+
+class _Large(_Open):
+    """Needs for one run what is not there while others are open."""
+
+    timed = False
+    held: ClassVar[list[weakref.ref[Any]]] = []
+    still: ClassVar[list[bool]] = []
+
+    def run(self) -> None:
+        super().run()
+        activation = torch.zeros(8)
+        if _Open.now > 1 and _Large.timed:
+            _Large.held.append(weakref.ref(activation))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        _Large.still += [ref() is not None for ref in _Large.held]
+
+
+def test_what_did_not_fit_beside_others_is_gone_when_each_is_timed_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurement = _measurement(tmp_path, Agreement(0, 1), _Large)
+    before = measurement._time_all
+    monkeypatch.setattr(_Large, "timed", False)
+    monkeypatch.setattr(measurement, "_time_all", lambda: (setattr(_Large, "timed", True), before()))
+    let_go = measurement._let_go
+    monkeypatch.setattr(measurement, "_let_go", lambda: (setattr(_Large, "timed", False), let_go()))
+    _Open.now = 0
+    measurement.run()
+    assert {e.status for e in measurement.entries} == {""}
+    assert _Large.held
+    assert not any(_Large.still)
+
+
+@pytest.mark.parametrize(("fit", "most"), [(True, 3), (False, 1)])
+def test_ranks_time_one_after_another_what_was_counted_not_to_fit(
+    fit: bool, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurement = _measurement(tmp_path, _Two())
 
     def fits(*_: Any) -> bool:
         _Open.most = 0  # from here on
@@ -119,6 +236,5 @@ def test_ranks_time_one_after_another_what_was_counted_not_to_fit(
     monkeypatch.setattr(holding, "fit_together", fits)
     _Open.now = 0
     measurement.run()
-    events.close()
     assert {e.status for e in measurement.entries} == {""}
     assert (seen, _Open.now) == ([most], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from harness import memory
+from harness.clock import WallClock
 from harness.entry import Entry
 from harness.job import EventReader, Events, MeasureJob
 from harness.measure import Measurement
@@ -231,6 +232,25 @@ def test_a_variant_that_says_it_changes_its_input_gets_it_afresh(tmp_path: Path)
         return x.mul_(y).sum()
 
     pair = _pair(optimized=Variant(in_place, changes=("x",)))
+    assert _events(pair, {**RAW, "direction": "forward"}, tmp_path)["optimized"]["status"] == "passed"
+
+
+def test_a_clock_that_looks_again_gets_changed_inputs_afresh_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Again(WallClock):
+        def verify(self, call: Callable[[], None], worst: Callable[[float], float] = float) -> None:
+            for _ in range(3):
+                call()
+
+    def once(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        assert not x.isnan().any(), "run twice on the same inputs"
+        out = (x * y).sum()
+        x.fill_(float("nan"))
+        return out
+
+    monkeypatch.setattr("harness.timed.clock_for", lambda kind, device: Again(device))
+    pair = _pair(optimized=Variant(once, changes=("x",)))
     assert _events(pair, {**RAW, "direction": "forward"}, tmp_path)["optimized"]["status"] == "passed"
 
 
