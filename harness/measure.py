@@ -124,6 +124,7 @@ class Measurement(Timed):
             if first and entry.alive and self.job.timing:
                 self._guarded(entry, lambda e=entry, r=result: self._memory(e, inputs, r))
             self._rest(entry)
+            self.agreement.align()  # a rank that fails at one variant does so while rank 0 has that one in hand
         _end(oracle_case)
         return any(e.alive for e in self.entries)
 
@@ -235,6 +236,7 @@ class Measurement(Timed):
         for entry in self.entries:
             self.events.begin(self.workload.name, entry.name, "unloading")
             self._rest(entry)
+            self.agreement.align()
         self._inputs = None
 
     def _report(self, entry: Entry) -> None:

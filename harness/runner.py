@@ -235,6 +235,9 @@ class Runner:
         where = f" (during {phase})" if phase else ""
         failure = {"status": status, "reason": f"{reason}{where}", "traceback": outcome.traceback[-20_000:]}
         known = {w.name for w in left}
+        if workload in {w.name for w in item.workloads} - known:  # its figures are there: only its end went wrong
+            self.settings.note(f"{item.technique.name}: the worker ended after {workload}: {reason}")
+            return True
         if workload not in known or (variant not in item.variants and variant != "oracle"):
             for other in left:
                 self._fail(other.name, list(item.variants), progress, failure)

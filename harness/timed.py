@@ -197,6 +197,8 @@ class Timed:
                 if sampled and not told:
                     entry.ask()
                 self._rest(entry, close=True)
+                if sampled:
+                    self.agreement.align()  # a rank that fails here does so while rank 0 has this one in hand
 
         return Lane(entry.name, sample, exclusive, enter, leave)
 
@@ -238,4 +240,5 @@ class Timed:
         if conditions.disturbed:
             entry.parts["conditions"]["unfit"] = "; ".join(conditions.why) or "the machine was disturbed"
         entry.ask()
+        self.agreement.align()  # a rank that fails to tell does so while rank 0 has this one in hand
         entry.keep_middle(series.values)

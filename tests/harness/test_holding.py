@@ -188,6 +188,20 @@ def test_what_fails_after_the_last_sample_is_blamed_on_its_own_variant(
     assert progress.hand[2] != "time"  # of that the last sample would tell
 
 
+def test_ranks_are_done_with_one_variant_before_rank_0_says_that_the_next_is_in_hand(tmp_path: Path) -> None:
+    hands: set[tuple[str, str]] = set()
+
+    class Hands(_Two):
+        def align(self) -> None:
+            lines = EventReader(tmp_path / "events").new()
+            hands.add((lines[-1]["variant"], lines[-1]["phase"]))
+
+    measurement = _measurement(tmp_path, Hands())
+    measurement.run()
+    names = [e.name for e in measurement.entries]
+    assert {(name, phase) for name in names for phase in ("memory", "reading", "unloading", "recheck")} <= hands
+
+
 class _Large(_Open):
     """Needs for one run what is not there while others are open."""
 

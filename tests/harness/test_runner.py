@@ -206,6 +206,18 @@ def test_a_worker_that_cannot_even_start_fails_everything_once(tmp_path: Path) -
     assert len(records) == 6
 
 
+def test_a_worker_that_ends_badly_after_a_workload_costs_no_other(tmp_path: Path) -> None:
+    def ends(job: MeasureJob, events: Events) -> str | None:
+        _good(replace(job, workloads=job.workloads[:1]), events)
+        return "rank 0 died: exit code 1"
+
+    said: list[str] = []
+    records, jobs = _run(ends, tmp_path, note=said.append)
+    assert set(_status(records).values()) == {"passed"}
+    assert len(jobs) == 2
+    assert "fake: the worker ended after second: rank 0 died: exit code 1" in said
+
+
 def test_a_broken_oracle_fails_its_workload_and_no_other(tmp_path: Path) -> None:
     def oracle_dies(job: MeasureJob, events: Events) -> str | None:
         if job.workloads[0].name == "first":
