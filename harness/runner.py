@@ -143,7 +143,8 @@ class Runner:
                 break
             left = [w for w in left if not self._through(w, item, progress)]
             if left:
-                self.settings.note(f"{name}: starting again without {', '.join(sorted(progress.skip))}")
+                without = f" without {', '.join(sorted(progress.skip))}" if progress.skip else ""
+                self.settings.note(f"{name}: starting again{without}")
 
         self.settings.learn(self.records[before:])
 

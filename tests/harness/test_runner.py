@@ -216,6 +216,7 @@ def test_a_worker_that_ends_badly_after_a_workload_costs_no_other(tmp_path: Path
     assert set(_status(records).values()) == {"passed"}
     assert len(jobs) == 2
     assert "fake: the worker ended after second: rank 0 died: exit code 1" in said
+    assert "fake: starting again" in said
 
 
 def test_a_broken_oracle_fails_its_workload_and_no_other(tmp_path: Path) -> None:
