@@ -81,8 +81,12 @@ def _give_way() -> None:
 
 
 def _end_with_parent() -> None:
-    """Standard input ends with the process that holds its other end."""
-    sys.stdin.buffer.read()
+    """Standard input ends with the process that holds its other end.
+
+    Read without Python's buffer, whose lock this thread would hold when the interpreter ends: that is an abort.
+    """
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 
