@@ -18,7 +18,9 @@ def test_the_norm_again_is_the_norm(shape, dtype, draw):
     x, delta, weight = (draw(*s, dtype=dtype, seed=seed) for seed, s in enumerate((shape, shape, shape[-1:])))
     out, summed, rstd = add_rms_norm_forward(x, delta, weight, 1e-6)
     again = normalize(summed, weight, rstd)
-    torch.testing.assert_close(again, out, rtol=torch.finfo(dtype).eps, atol=0.0)  # one rounding
+    if not out.is_cuda:
+        assert torch.equal(again, out)
+    torch.testing.assert_close(again, out, rtol=torch.finfo(dtype).eps, atol=0.0)  # one rounding, seen on an H200
     assert (again != out).float().mean() < 1e-3
 
 
